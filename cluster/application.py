@@ -1,0 +1,151 @@
+"""Starting and stopping a whole cluster: Ray if need be, the Serve application, and the wait until it can answer.
+
+A command holds ``running_cluster`` open for as long as the cluster should live; whatever it started is stopped again.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import ray
+from ray import serve
+
+from cluster.config import ClusterConfig, Mode
+from cluster.deployments import build_application
+from cluster.directory import stop_directory
+from cluster.errors import CrosskvError
+from cluster.front_end import FrontEndConfig
+from cluster.inspect_model import inspect_model, require_servable
+from cluster.model_store import resolve_model
+from cluster.openai.limits import ModelCard
+from cluster.text.tokenizer import TokenizerConfig
+
+APPLICATION = "crosskv"
+READY_SECONDS = 600.0
+RAY_START_ATTEMPTS = 3
+
+Progress = Callable[[str], None]
+
+
+class ClusterStartError(CrosskvError):
+    """The cluster did not come up; the message says which part and why."""
+
+
+class RunningCluster:
+    """A deployed application. ``base_url`` is where its API answers."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.base_url = ""
+
+    def deploy(self, config: ClusterConfig) -> None:
+        """Deploy ``config`` and wait until it can answer."""
+        summary = inspect_model(config)
+        require_servable(config, summary)
+        files = resolve_model(config.model)
+        tokenizer = TokenizerConfig.from_directory(files.tokenizer)
+        limit = min(config.max_model_len or summary.longest_context, summary.cache_tokens)
+        front_end = FrontEndConfig(
+            host=config.host,
+            port=config.port,
+            tokenizer=files.tokenizer,
+            model=ModelCard(
+                name=config.served_model_name or files.name,
+                max_model_len=limit,
+                vocab_size=summary.vocab_size,
+                eos_token_ids=tokenizer.eos_token_ids,
+                created=int(time.time()),
+            ),
+            directory=APPLICATION,
+            needs_prefill=config.mode is Mode.DISAGGREGATED,
+        )
+        self.base_url = f"http://{_reachable(config.host)}:{config.port}"
+        self._progress("starting replicas")
+        application = build_application(config, front_end, _threads(config), APPLICATION)
+        try:
+            serve.run(application, name=APPLICATION, route_prefix=None)
+        except RuntimeError as error:
+            raise ClusterStartError(f"the replicas did not start: {error}") from error
+        self._progress("waiting for an answer")
+        self._wait_until_ready()
+
+    def redeploy(self, config: ClusterConfig) -> None:
+        """Replace the application by another layout on the same Ray cluster."""
+        self.undeploy()
+        self.deploy(config)
+
+    def undeploy(self) -> None:
+        """Stop the application."""
+        serve.delete(APPLICATION)
+        stop_directory(APPLICATION)
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise ClusterStartError(f"{self.base_url}/health was not 200 within {READY_SECONDS:.0f} s")
+
+
+@contextmanager
+def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[RunningCluster]:
+    """Start (or join) Ray, deploy, yield the running cluster, and stop everything that was started here."""
+    progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
+    _connect(config)
+    try:
+        serve.start(proxy_location="Disabled")
+        cluster = RunningCluster(progress)
+        try:
+            cluster.deploy(config)
+            yield cluster
+        finally:
+            cluster.undeploy()
+    finally:
+        if config.ray_address is None:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _connect(config: ClusterConfig) -> None:
+    """Reach a Ray cluster. A local one is ours alone, listens on loopback, and is stopped with us."""
+    # Without it Ray may turn on token authentication and leave a token in the home directory.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    if config.ray_address is not None:
+        ray.init(address=config.ray_address, namespace=APPLICATION, log_to_driver=False)
+        return
+    engines = config.decode_replicas + (config.prefill_replicas if config.mode is Mode.DISAGGREGATED else 0)
+    for attempt in range(1, RAY_START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                namespace=APPLICATION,
+                # Logical: every engine gets its share of the real cores, and what supervises them takes almost nothing.
+                num_cpus=engines * _threads(config) + 4,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
+            return
+        except Exception:
+            ray.shutdown()
+            if attempt == RAY_START_ATTEMPTS:
+                raise
+
+
+def _threads(config: ClusterConfig) -> int:
+    """CPU threads of one engine: as configured, or an equal share of the cores that this process may use."""
+    engines = config.decode_replicas + (config.prefill_replicas if config.mode is Mode.DISAGGREGATED else 0)
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // engines)
+
+
+def _reachable(host: str) -> str:
+    """The address to use for a host that means every interface."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104

@@ -1,0 +1,1 @@
+"""Load tests: what a server does under load, and what each KV layout costs on the wire."""

@@ -1,0 +1,202 @@
+"""The load test that compares what different KV layouts send.
+
+``run_transfer_bench`` serves one model under each sharing rule in turn, sends every layout the same prompts, and
+returns one ``TransferRun`` per layout and prompt length. Prompts are random tokens that differ from the first one on,
+and the prefix cache is off, so that every prompt is computed and sent whole.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.bench.load import (
+    ClosedLoop,
+    Distribution,
+    LoadRequest,
+    RequestRecord,
+    Target,
+    run_load,
+    summarize,
+)
+from cluster.bench.prompts import random_prompts
+from cluster.client import ApiClient
+from cluster.config import ClusterConfig, Mode
+from cluster.errors import CrosskvError
+
+Progress = Callable[[str], None]
+
+_STABLE_SECONDS = 0.4
+_POLL_SECONDS = 0.1
+_POLL_LIMIT_SECONDS = 15.0
+
+
+class Cluster(Protocol):
+    """A running cluster that can be given another layout."""
+
+    @property
+    def base_url(self) -> str:
+        """Where its API answers."""
+        ...
+
+    def redeploy(self, config: ClusterConfig) -> None:
+        """Replace every replica and wait until the new ones are ready."""
+        ...
+
+
+StartCluster = Callable[[ClusterConfig, Progress], AbstractContextManager[Cluster]]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """What to compare. Every layout gets ``requests`` prompts of each length, ``concurrency`` at a time."""
+
+    sharing: tuple[str, ...]
+    prompt_tokens: tuple[int, ...]
+    requests: int
+    concurrency: int
+    output_tokens: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sharing or not self.prompt_tokens:
+            raise CrosskvError("--sharing and --prompt-tokens need at least one value each")
+        if min(self.prompt_tokens) < 2:
+            raise CrosskvError(
+                f"--prompt-tokens {min(self.prompt_tokens)}: a prompt of fewer than 2 tokens sends no KV; use 2 or more"
+            )
+        for flag, value in (
+            ("--requests", self.requests),
+            ("--concurrency", self.concurrency),
+            ("--output-tokens", self.output_tokens),
+        ):
+            if value < 1:
+                raise CrosskvError(f"{flag} {value}: must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRun:
+    """One layout under one prompt length. Bytes are sums over all requests, ``wire_bytes`` what the kernel counted.
+
+    ``bytes_saved`` compares with the same requests in a model without sharing.
+    """
+
+    sharing: str
+    prompt_tokens: int
+    requests: int
+    concurrency: int
+    payload_bytes: int
+    lower_bound_bytes: int
+    unshared_bytes: int
+    bytes_saved: int
+    wire_bytes: int
+    ttft_ms: Distribution
+    itl_ms: Distribution
+    transfer_ms: Distribution
+    output_tokens_per_s: float
+    duration_s: float
+    errors: int
+    error_messages: tuple[str, ...] = field(default=())
+
+
+def run_transfer_bench(
+    config: ClusterConfig, plan: TransferPlan, vocabulary: int, start: StartCluster, progress: Progress
+) -> list[TransferRun]:
+    """Serve every layout in turn and measure it. ``config.kv_sharing`` is replaced, prefix caching turned off."""
+    layouts = [
+        config.replace(kv_sharing=sharing, mode=Mode.DISAGGREGATED, prefix_caching=False, local_prefill_threshold=0)
+        for sharing in plan.sharing
+    ]
+    # One more of each length for warming up.
+    prompts = random_prompts(plan.prompt_tokens, plan.requests + 1, vocabulary, plan.seed)
+    runs = []
+    with start(layouts[0], progress) as cluster:
+        for number, (sharing, layout) in enumerate(zip(plan.sharing, layouts, strict=True)):
+            if number:
+                progress(f"redeploying with KV sharing {sharing}")
+                cluster.redeploy(layout)
+            with ApiClient(cluster.base_url) as client:
+                target = Target(cluster.base_url, client.model_name(), parameters={"ignore_eos": True})
+                for length in plan.prompt_tokens:
+                    progress(f"{sharing}: {plan.requests} prompts of {length} tokens")
+                    runs.append(_measure(client, target, plan, sharing=sharing, length=length, prompts=prompts[length]))
+    return runs
+
+
+def _measure(
+    client: ApiClient,
+    target: Target,
+    plan: TransferPlan,
+    *,
+    sharing: str,
+    length: int,
+    prompts: Sequence[tuple[int, ...]],
+) -> TransferRun:
+    warm_up, *measured = [LoadRequest(prompt, plan.output_tokens) for prompt in prompts]
+    asyncio.run(run_load(target, [warm_up], ClosedLoop(1)))
+    wire_before = _settled_wire_bytes(client, at_least=0)
+    records, duration = asyncio.run(run_load(target, measured, ClosedLoop(plan.concurrency)))
+    transfers = [record.transfer for record in records if record.error is None and record.transfer is not None]
+    payload = sum(transfer.payload_bytes for transfer in transfers)
+    unshared = sum(transfer.unshared_bytes for transfer in transfers)
+    wire = _settled_wire_bytes(client, at_least=wire_before + payload) - wire_before
+    summary = summarize(records, duration)
+    violations = [message for record in records for message in _violations(record)]
+    if wire < payload:
+        violations.append(
+            f"the kernel counted {wire:,} bytes on the KV connections, fewer than the payload {payload:,}"
+        )
+    return TransferRun(
+        sharing=sharing,
+        prompt_tokens=length,
+        requests=len(records),
+        concurrency=plan.concurrency,
+        payload_bytes=payload,
+        lower_bound_bytes=sum(transfer.lower_bound_bytes for transfer in transfers),
+        unshared_bytes=unshared,
+        bytes_saved=unshared - payload,
+        wire_bytes=wire,
+        ttft_ms=summary.ttft_ms,
+        itl_ms=summary.itl_ms,
+        transfer_ms=Distribution.of(transfer.transfer_ms for transfer in transfers),
+        output_tokens_per_s=summary.output_tokens_per_s,
+        duration_s=duration,
+        errors=summary.errors + len(violations),
+        error_messages=(*summary.error_messages, *violations),
+    )
+
+
+def _violations(record: RequestRecord) -> list[str]:
+    """Return how one successful request broke the promise that exactly the lower bound is sent."""
+    if record.error is not None:
+        return []
+    if record.transfer is None:
+        return ["a response without usage.crosskv"]
+    sent, bound = record.transfer.payload_bytes, record.transfer.lower_bound_bytes
+    if sent == 0:
+        return [f"no KV was sent for a prompt of {record.prompt_tokens} tokens (lower bound {bound:,} bytes)"]
+    if sent != bound:
+        return [f"{sent:,} payload bytes sent, lower bound {bound:,}"]
+    return []
+
+
+def _settled_wire_bytes(client: ApiClient, at_least: int) -> int:
+    """Return the prefill replicas' wire bytes once they have reached ``at_least`` and stopped growing.
+
+    The replicas read the kernel's counters now and then, so a reading right after the last request may be old. A
+    reading that never gets there is returned as it is: the report then shows the gap.
+    """
+    deadline = time.monotonic() + _POLL_LIMIT_SECONDS
+    last, since = -1, 0.0
+    while True:
+        replies = client.status()
+        value = sum(reply.counters.wire_bytes for reply in replies if reply.role == "prefill")
+        now = time.monotonic()
+        if value != last:
+            last, since = value, now
+        settled = value >= at_least and now - since >= _STABLE_SECONDS
+        if settled or now > deadline:
+            return value
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,174 @@
+"""The command line: ``crosskv``, also ``python -m cluster.cli``.
+
+Each command builds what it needs, runs it, and prints; the work lies in other modules, which are imported when a
+command runs, so that ``--help`` needs none of them. An expected error ends a command with one red line and exit code 2.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.bench.cli import bench
+from cluster.config import ClusterConfig
+from cluster.errors import CrosskvError
+from cluster.options import with_cluster_options
+
+app = typer.Typer(
+    name="crosskv",
+    help="LLM serving with disaggregated prefill and cross-layer KV sharing.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench, name="bench")
+
+BaseUrl = Annotated[str, typer.Option("--base-url", help="Where the server answers, without /v1.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_LOCAL_SERVER = "http://127.0.0.1:8000"
+
+
+@app.command()
+def fetch(model: Annotated[str, typer.Argument(help="smollm2, or a Hugging Face hub id.")] = "smollm2") -> None:
+    """Download a model, verify it, and print where it lies."""
+    from cluster.fetch import fetch_model  # noqa: PLC0415
+
+    files = fetch_model(model, Console(stderr=True))
+    print(files.weights)
+
+
+@app.command()
+@with_cluster_options()
+def serve(
+    config: ClusterConfig,
+    model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
+) -> None:
+    """Start a cluster and serve until interrupted."""
+    from cluster.serve import serve_until_stopped  # noqa: PLC0415
+
+    serve_until_stopped(config, Console(stderr=True))
+
+
+@app.command()
+def chat(
+    question: Annotated[str | None, typer.Argument(help="Ask this one question. Default: a conversation.")] = None,
+    base_url: BaseUrl = _LOCAL_SERVER,
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server offers.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Default: the server's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+) -> None:
+    """Talk to a running server; answers appear as they are generated."""
+    from cluster.chat import Conversation, converse  # noqa: PLC0415
+    from cluster.client import ApiClient  # noqa: PLC0415
+
+    with ApiClient(base_url) as client:
+        conversation = Conversation(
+            client,
+            model or client.model_name(),
+            system=system,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        console = Console()
+        if question is None:
+            converse(conversation, console)
+        else:
+            conversation.ask(question, console)
+
+
+@app.command()
+def status(
+    base_url: BaseUrl = _LOCAL_SERVER,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a running cluster's replicas, queues, blocks and transferred bytes."""
+    from cluster.client import ApiClient  # noqa: PLC0415
+    from cluster.status import status_json, status_table, watch_status  # noqa: PLC0415
+
+    if watch and as_json:
+        raise typer.BadParameter("--watch and --json exclude each other")
+    with ApiClient(base_url) as client:
+        if watch:
+            watch_status(client.status, base_url, Console())
+        elif as_json:
+            print(status_json(client.status()))
+        else:
+            Console().print(status_table(client.status(), base_url))
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A directory with config.json, a config.json, a .gguf file, smollm2, or a hub id.")
+    ],
+    kv_sharing: Annotated[str, typer.Option(help="model, none, every:N, after:N, or a JSON file.")] = "model",
+    memory: Annotated[str, typer.Option(help="KV memory, such as 40GiB.")] = "1GiB",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Show which layers own KV, bytes per token, and how many blocks fit. Needs no weights, only config.json."""
+    # The same checks as for a cluster, and the same messages.
+    config = ClusterConfig.load(model=model, kv_sharing=kv_sharing, dtype=dtype, block_size=block_size)
+    try:
+        kv_cache_memory = ClusterConfig.load(model=model, kv_cache_memory=memory).kv_cache_memory
+    except CrosskvError as error:
+        raise CrosskvError(str(error).replace("--kv-cache-memory", "--memory")) from None
+    from cluster.inspect_model import inspect_model  # noqa: PLC0415
+
+    summary = inspect_model(config.replace(kv_cache_memory=kv_cache_memory), sharing_name=kv_sharing)
+    if as_json:
+        print(summary.to_json())
+    else:
+        Console().print(summary.render())
+
+
+@app.command()
+def models() -> None:
+    """List the architectures that can be served."""
+    from worker.models.registry import ARCHITECTURES  # noqa: PLC0415
+
+    for name in sorted(ARCHITECTURES):
+        print(name)
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="The model to ask.")] = "smollm2",
+    question: Annotated[
+        str, typer.Option(help="What to ask it.")
+    ] = "What is the capital of France, and why is it famous?",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the comparison to this file.")] = None,
+) -> None:
+    """Start a cluster, ask a question with and without KV sharing, compare the bytes, and stop everything again."""
+    from cluster.demo import run_demo  # noqa: PLC0415
+
+    run_demo(model, question, json_file, Console())
+
+
+def main() -> None:
+    """Run the command line."""
+    errors = Console(stderr=True)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (CrosskvError, ValueError, OSError) as error:
+        # Rooms below raise subclasses of ValueError for what a user can mend.
+        if os.environ.get("CROSSKV_DEBUG") == "1":
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        errors.print(f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", soft_wrap=True, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

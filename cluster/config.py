@@ -1,0 +1,208 @@
+"""One cluster's settings.
+
+A ``ClusterConfig`` is made by a command from its flags, the environment and a YAML file, or by a test from keyword
+arguments. The application reads it to deploy the replicas and derives each engine's own settings from it. It never
+changes; another layout is another ``ClusterConfig``.
+"""
+
+import difflib
+import json
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from cluster.errors import CrosskvError
+from worker.config import EngineConfig, Role
+
+ENVIRONMENT_PREFIX = "CROSSKV_"
+
+
+class ConfigError(CrosskvError):
+    """A setting that cannot be used. The message names the setting, where it came from, and the value."""
+
+
+class Mode(StrEnum):
+    """How the two phases of a request are placed."""
+
+    DISAGGREGATED = "disaggregated"
+    COLOCATED = "colocated"
+
+
+class ClusterConfig(BaseSettings):
+    """Every field is a flag (``--block-size``), a YAML key (``block_size``) and a variable (``CROSSKV_BLOCK_SIZE``).
+
+    ``load`` applies the order flag, environment, YAML, default. The constructor knows no YAML file; its keyword
+    arguments come before the environment.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", validate_default=False
+    )
+
+    model: str = Field(
+        min_length=1,
+        description="smollm2, a directory with safetensors, a .gguf file, or a Hugging Face hub id.",
+    )
+    served_model_name: str | None = Field(None, description="The model's name in the API. Default: the model's own.")
+    mode: Mode = Field(Mode.DISAGGREGATED, description="Prefill and decode apart, or one engine that does both.")
+    prefill_replicas: int = Field(1, ge=1, le=1024, description="Number of prefill replicas.")
+    decode_replicas: int = Field(1, ge=1, le=1024, description="Number of decode (or colocated) replicas.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address that the API listens on.")
+    port: int = Field(8000, ge=1, le=65535, description="Port that the API listens on.")
+    advertised_host: str = Field(
+        "127.0.0.1", min_length=1, description="Address under which replicas reach each other on this machine."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and KV. auto: the checkpoint's own."
+    )
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
+    kv_sharing: str = Field(
+        "model",
+        description="Which layers share KV: model (as the checkpoint declares), none, every:2 (layer 2k+1 uses 2k), "
+        "after:17 (later layers use 17), or a JSON file that maps layer names to target names.",
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    kv_cache_memory: Annotated[ByteSize, Field(gt=0)] = Field(
+        ByteSize(1 << 30), description="KV memory per replica: 512MiB, 40GiB, or bytes."
+    )
+    max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output. Default: the model's own.")
+    max_batched_tokens: int = Field(1024, ge=1, description="Tokens that one engine step may compute.")
+    max_running_requests: int = Field(64, ge=1, description="Requests that one engine runs at once.")
+    max_waiting_requests: int = Field(1024, ge=0, description="Requests that may queue before new ones get 429.")
+    prefix_caching: bool = Field(True, description="Reuse KV of prompts that begin alike.")
+    local_prefill_threshold: int = Field(
+        0, ge=0, description="Decode replicas prefill uncached suffixes up to this many tokens themselves."
+    )
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per engine. Default: a fair share.")
+    max_prefill_streams: int = Field(16, ge=1, le=1024, description="Prompts that one prefill replica accepts at once.")
+    request_timeout: float = Field(600.0, gt=0, le=86400, description="Seconds that one request may take.")
+    transfer_timeout: float = Field(
+        120.0, gt=0, le=86400, description="Seconds that one prefill and transfer may take."
+    )
+    ray_address: str | None = Field(
+        None, description="Ray cluster to join (auto: the one on this machine). Default: start one and stop it again."
+    )
+
+    @classmethod
+    def settings_customise_sources(  # noqa: D102 (pydantic's interface)
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _not_a_service_link(cls, port: object) -> object:
+        # Kubernetes sets CROSSKV_PORT=tcp://… in every pod beside a Service that is called crosskv.
+        if isinstance(port, str) and "://" in port:
+            raise ValueError("is an address; set enableServiceLinks: false on the pod or rename the Service")
+        return port
+
+    @field_validator("kv_sharing")
+    @classmethod
+    def _sharing_rule(cls, rule: str) -> str:
+        """Return the rule, a file replaced by its content, because replicas may run on other machines.
+
+        Whether the model can honour it is checked against the model, by the worker's own rules.
+        """
+        if rule in ("model", "none") or re.fullmatch(r"every:0*([2-9]|[1-9]\d{1,5})|after:\d{1,6}", rule):
+            return rule
+        text = rule
+        if not rule.lstrip().startswith("{"):
+            path = Path(rule).expanduser()
+            if not path.is_file():
+                raise ValueError("must be model, none, every:N with N of 2 or more, after:N, or an existing JSON file")
+            text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            targets = TypeAdapter(dict[str, str]).validate_json(text)
+        except ValidationError:
+            raise ValueError("the file must hold one JSON object that maps layer names to target names") from None
+        return json.dumps(targets)
+
+    @classmethod
+    def load(cls, config_file: Path | None = None, **flags: object) -> Self:
+        """Build the configuration from flags, the environment and a YAML file, in this order of precedence.
+
+        A flag whose value is None was not given. Raises ``ConfigError``, which names for each bad value its origin.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        from_file = {} if config_file is None else cls._read_yaml(config_file)
+        from_environment = EnvSettingsSource(cls)()
+        try:
+            return cls(**(from_file | from_environment | given))
+        except ValidationError as error:
+            lines = []
+            for problem in error.errors():
+                name = str(problem["loc"][0])
+                flag = flag_of(name)
+                if problem["type"] == "missing":
+                    lines.append(f"{flag} is missing (or {ENVIRONMENT_PREFIX}{name.upper()}, or {name} in --config)")
+                    continue
+                if name in given:
+                    origin = flag
+                elif name in from_environment:
+                    origin = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+                else:
+                    origin = f"{name} in {config_file}"
+                reason = problem["msg"].removeprefix("Value error, ")
+                lines.append(f"{origin} = {problem['input']!r}: {reason[:1].lower()}{reason[1:]}")
+            raise ConfigError("; ".join(lines)) from None
+
+    @classmethod
+    def _read_yaml(cls, path: Path) -> dict[str, Any]:
+        try:
+            content = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"--config {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            raise ConfigError(f"--config {path}: must map field names to values, but holds a {type(content).__name__}")
+        for key in content:
+            if key not in cls.model_fields:
+                nearest = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)
+                raise ConfigError(f"--config {path}: unknown key {key!r}; the nearest valid one is {nearest[0]!r}")
+        return {key: value for key, value in content.items() if value is not None}
+
+    def replace(self, **changes: object) -> Self:
+        """Return a copy with some fields changed and everything validated again."""
+        return type(self)(**(self.model_dump() | changes))
+
+    def engine_config(self, role: Role, model_path: str) -> EngineConfig:
+        """Return what one engine of this cluster is told. ``model_path`` is where the model's files lie."""
+        return EngineConfig(
+            model=model_path,
+            role=role,
+            dtype=self.dtype,
+            device=self.device,
+            kv_sharing=self.kv_sharing,
+            block_size=self.block_size,
+            kv_cache_memory=int(self.kv_cache_memory),
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.max_batched_tokens,
+            max_running_requests=self.max_running_requests,
+            max_waiting_requests=self.max_waiting_requests,
+            prefix_caching=self.prefix_caching,
+            local_prefill_threshold=self.local_prefill_threshold,
+            max_prefill_streams=self.max_prefill_streams,
+            request_timeout=self.request_timeout,
+            transfer_timeout=self.transfer_timeout,
+            threads=self.threads,
+            advertised_host=self.advertised_host,
+        )
+
+
+def flag_of(field: str) -> str:
+    """Return the command line's name for a field."""
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,123 @@
+"""One front end's connection to one decode replica: a single stream that carries all of its requests.
+
+Opened when the replica appears in the directory, closed when it disappears or the stream breaks. A broken stream ends
+every request on it; who asked decides whether to try elsewhere.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from cluster.engine_client import EngineUnavailable
+from worker.replica_record import ReplicaRecord
+from worker.wire import engine_pb2_grpc
+from worker.wire.engine_pb2 import Abort, ClientMessage, EngineMessage, Load, Output, StatusReply, StatusRequest, Submit
+
+log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 2.0
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Call:
+    """A request on a session: outputs as they come, until the session breaks."""
+
+    def __init__(self) -> None:
+        self._outputs: asyncio.Queue[list[Output] | EngineUnavailable] = asyncio.Queue()
+
+    def put(self, outputs: "list[Output] | EngineUnavailable") -> None:
+        """What the session received."""
+        self._outputs.put_nowait(outputs)
+
+    async def take(self) -> list[Output]:
+        """The next outputs; raises ``EngineUnavailable`` when there will be none."""
+        outputs = await self._outputs.get()
+        if isinstance(outputs, EngineUnavailable):
+            raise outputs
+        return outputs
+
+
+class DecodeSession:
+    """See the module. Everything runs on one event loop."""
+
+    def __init__(self, record: ReplicaRecord) -> None:
+        self.record = record
+        self.load = Load()
+        self.open_requests = 0
+        self._channel = grpc.aio.insecure_channel(record.session_address, options=_OPTIONS)
+        self._stub = engine_pb2_grpc.EngineStub(self._channel)  # type: ignore[no-untyped-call]
+        self._sending: asyncio.Queue[ClientMessage | None] = asyncio.Queue()
+        self._calls: dict[str, Call] = {}
+        self._reader = asyncio.create_task(self._read())
+        self._connected = asyncio.Event()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the replica has greeted us and the stream stands."""
+        return self._connected.is_set() and not self._reader.done()
+
+    @property
+    def broken(self) -> bool:
+        """Whether the stream has ended."""
+        return self._reader.done()
+
+    def submit(self, submit: Submit) -> Call:
+        """Send a request."""
+        call = self._calls[submit.request_id] = Call()
+        self._sending.put_nowait(ClientMessage(submit=submit))
+        return call
+
+    def end(self, request_id: str, *, abort: bool) -> None:
+        """Forget a request; ``abort`` tells the replica as well."""
+        if self._calls.pop(request_id, None) is not None and abort and not self.broken:
+            self._sending.put_nowait(ClientMessage(abort=Abort(request_id=request_id)))
+
+    async def status(self) -> StatusReply:
+        """The replica's own report; raises ``grpc.RpcError``."""
+        reply: StatusReply = await self._stub.Status(StatusRequest(), timeout=STATUS_SECONDS)
+        return reply
+
+    async def close(self) -> None:
+        """End the stream."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()
+
+    async def _outgoing(self) -> AsyncIterator[ClientMessage]:
+        while (message := await self._sending.get()) is not None:
+            yield message
+
+    async def _read(self) -> None:
+        reason = "the replica has closed the session"
+        try:
+            message: EngineMessage
+            async for message in self._stub.Session(self._outgoing(), wait_for_ready=True):
+                self._connected.set()
+                if message.HasField("load"):
+                    self.load = message.load
+                self._deliver(message)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        finally:
+            if self._calls:
+                log.warning("%s: %d requests cut off: %s", self.record.incarnation, len(self._calls), reason)
+            for call in self._calls.values():
+                call.put(EngineUnavailable(f"the decode replica is gone ({reason})"))
+            self._calls.clear()
+
+    def _deliver(self, message: EngineMessage) -> None:
+        by_request: dict[str, list[Output]] = {}
+        for output in message.outputs:
+            by_request.setdefault(output.request_id, []).append(output)
+        for request_id, outputs in by_request.items():
+            call = self._calls.get(request_id)
+            if call is not None:
+                call.put(outputs)

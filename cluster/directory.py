@@ -1,0 +1,60 @@
+"""The replica directory: which replicas live, and how to reach them.
+
+A small named actor. Replicas report to it twice a second, so an entry that is not renewed is a dead or stopped process.
+It holds nothing that its callers do not know: if it is lost, the next report makes a new one.
+"""
+
+import time
+
+import ray
+
+from worker.replica_record import ReplicaRecord
+
+NAME = "crosskv-directory"
+HEARTBEAT_SECONDS = 0.5
+EXPIRY_SECONDS = 2.0
+
+
+class Directory:
+    """The actor's content."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, tuple[ReplicaRecord, float]] = {}
+
+    def report(self, record: ReplicaRecord) -> list[ReplicaRecord]:
+        """Renew one replica's entry; returns every live one."""
+        self._records[record.incarnation] = (record, time.monotonic())
+        return self.live()
+
+    def remove(self, incarnation: str) -> None:
+        """A replica ends in an orderly way."""
+        self._records.pop(incarnation, None)
+
+    def live(self) -> list[ReplicaRecord]:
+        """Every replica that reported within ``EXPIRY_SECONDS``."""
+        now = time.monotonic()
+        self._records = {name: entry for name, entry in self._records.items() if now - entry[1] < EXPIRY_SECONDS}
+        return [record for record, _ in self._records.values()]
+
+
+def directory_actor(namespace: str) -> "ray.actor.ActorHandle":
+    """The directory of one application, made if there is none."""
+    return (
+        ray.remote(Directory)
+        .options(name=NAME, namespace=namespace, get_if_exists=True, lifetime="detached", num_cpus=0)
+        .remote()
+    )
+
+
+async def live_replicas(namespace: str) -> list[ReplicaRecord]:
+    """Ask the directory."""
+    records: list[ReplicaRecord] = await directory_actor(namespace).live.remote()
+    return records
+
+
+def stop_directory(namespace: str) -> None:
+    """End the directory with its application."""
+    try:
+        ray.kill(ray.get_actor(NAME, namespace=namespace))
+    except ValueError:
+        return

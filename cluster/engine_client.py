@@ -1,0 +1,43 @@
+"""What the front end needs of the decode replicas, whoever reaches them: gRPC in a cluster, a script in a test.
+
+One ``EngineClient`` serves a front end for its whole life. It routes requests; it knows no text.
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from worker.wire.engine_pb2 import Output, StatusReply, Submit
+
+
+class EngineError(Exception):
+    """A request cannot be served by the cluster. The message may be shown to the client."""
+
+
+class EngineUnavailable(EngineError):  # noqa: N818 - reads as a state
+    """No replica can take the request now, or the one that had it is gone."""
+
+
+class EngineOverloaded(EngineError):  # noqa: N818 - reads as a state
+    """Every queue is full. ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineClient(Protocol):
+    """The decode replicas of one cluster as one engine."""
+
+    def generate(self, submit: Submit) -> AsyncGenerator[list[Output], None]:
+        """Send one request and yield its outputs, a list per message of the replica.
+
+        Ends after every choice has a finish reason; a choice that fails has ``FINISH_REASON_ERROR`` and an error.
+        Raises an ``EngineError`` when no replica has the request. Closing the generator, or cancelling the task that
+        waits for it, before every choice has its finish reason aborts the request on the replica.
+        """
+
+    async def statuses(self) -> list[StatusReply]:
+        """Return every replica's report; replicas that do not answer are left out."""
+
+    def ready(self) -> bool:
+        """Return whether a request could be served: a decode replica and, if disaggregated, a prefill replica."""

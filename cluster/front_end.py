@@ -1,0 +1,106 @@
+"""A front end: one process with one HTTP port, the OpenAI API, and sessions to every decode replica.
+
+Ray Serve starts it, asks after its health and stops it; requests reach its own HTTP server directly. It runs an event
+loop in a thread of its own and never imports torch.
+"""
+
+import asyncio
+import logging
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from cluster.directory import live_replicas
+from cluster.openai.app import build_app
+from cluster.openai.limits import ApiLimits, ModelCard
+from cluster.replica_set import ReplicaSet
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndConfig:
+    """What a front end is told. ``tokenizer`` is a directory; ``directory`` names the replica directory's namespace."""
+
+    host: str
+    port: int
+    tokenizer: Path
+    model: ModelCard
+    directory: str
+    needs_prefill: bool
+
+
+class FrontEnd:
+    """See the module. Listening when the constructor returns; ``stop`` closes every connection."""
+
+    def __init__(self, config: FrontEndConfig) -> None:
+        self._config = config
+        self._tokenizer = Tokenizer.from_directory(config.tokenizer)
+        self._socket = _listen(config.host, config.port)
+        self._replicas: ReplicaSet | None = None
+        self._server: uvicorn.Server | None = None
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="http", daemon=True)
+        self._thread.start()
+        self._listening.wait()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still serves."""
+        return self._thread.is_alive()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be answered now."""
+        return self._replicas is not None and self._replicas.ready()
+
+    def stop(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join(STOP_SECONDS)
+
+    async def _serve(self) -> None:
+        config = self._config
+        self._replicas = ReplicaSet(lambda: live_replicas(config.directory), needs_prefill=config.needs_prefill)
+        self._replicas.start()
+        source = self._tokenizer.config.chat_template
+        app = build_app(
+            engine=self._replicas,
+            tokenizer=self._tokenizer,
+            chat_template=ChatTemplate(source, self._tokenizer.config.special_tokens) if source is not None else None,
+            model=config.model,
+            limits=ApiLimits(),
+            metrics=CollectorRegistry(),
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=int(STOP_SECONDS)
+            )
+        )
+        # Ray's worker owns the process's signals.
+        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._listening.set()
+        try:
+            await self._server._serve([self._socket])
+        finally:
+            await self._replicas.stop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket that several front ends on one machine may share."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(2048)
+    return listener

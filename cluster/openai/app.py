@@ -1,0 +1,164 @@
+"""The HTTP application of one front end.
+
+``build_app`` makes it from an engine client, a tokenizer and the limits; whoever built it serves it with uvicorn for
+as long as the front end lives.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from google.protobuf.message import Message
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+
+from cluster.engine_client import EngineClient, EngineError
+from cluster.openai.chat_completions import ChatCompletions
+from cluster.openai.completions import Completions
+from cluster.openai.errors import ApiError, from_engine, from_status
+from cluster.openai.event_stream import as_api_error
+from cluster.openai.exchange import generate, parse, read_body
+from cluster.openai.limits import ApiLimits, ModelCard
+from cluster.openai.metrics import FrontEndMetrics
+from cluster.openai.prompts import PromptEncoder
+from cluster.openai.protocol import DetokenizeBody, TokenizeBody
+from cluster.openai.sampling import check_model
+from cluster.openai.serving import Serving
+from cluster.openai.tokenization import detokenize, tokenize
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.tokenizer import Tokenizer
+from worker.wire.engine_pb2 import StatusReply
+
+_logger = logging.getLogger(__name__)
+_STATUS_TIMEOUT = 5.0
+
+
+def build_app(
+    *,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    model: ModelCard,
+    limits: ApiLimits,
+    metrics: CollectorRegistry,
+) -> FastAPI:
+    """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers."""
+    prompts = PromptEncoder(tokenizer, chat_template, model, limits)
+    serving = Serving(engine, tokenizer, prompts, model, limits, FrontEndMetrics(metrics))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        yield
+        prompts.close()
+
+    app = FastAPI(title="crosskv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_error_handlers(app)
+    _add_generation(app, serving)
+    _add_models(app, model)
+    _add_tokenization(app, serving)
+    _add_operation(app, serving)
+    return app
+
+
+def _add_generation(app: FastAPI, serving: Serving) -> None:
+    chat = ChatCompletions(serving)
+    completions = Completions(serving)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions_route(request: Request) -> Response:
+        return await generate(request, serving.limits.max_body_bytes, serving.metrics, chat.handle)
+
+    @app.post("/v1/completions")
+    async def completions_route(request: Request) -> Response:
+        return await generate(request, serving.limits.max_body_bytes, serving.metrics, completions.handle)
+
+
+def _add_models(app: FastAPI, model: ModelCard) -> None:
+    description = {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "crosskv",
+        "max_model_len": model.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models_route() -> Response:
+        return _json({"object": "list", "data": [description]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model_route(name: str) -> Response:
+        check_model(name, model)
+        return _json(description)
+
+
+def _add_tokenization(app: FastAPI, serving: Serving) -> None:
+    @app.post("/tokenize")
+    async def tokenize_route(request: Request) -> Response:
+        body = parse(TokenizeBody, await read_body(request, serving.limits.max_body_bytes))
+        return _json(await tokenize(body, serving))
+
+    @app.post("/detokenize")
+    async def detokenize_route(request: Request) -> Response:
+        body = parse(DetokenizeBody, await read_body(request, serving.limits.max_body_bytes))
+        return _json(detokenize(body, serving))
+
+
+def _add_operation(app: FastAPI, serving: Serving) -> None:
+    @app.get("/health")
+    async def health_route() -> Response:
+        return Response(status_code=200 if serving.engine.ready() else 503)
+
+    @app.get("/metrics")
+    async def metrics_route() -> Response:
+        try:
+            statuses = await _statuses(serving.engine)
+        except ApiError as error:  # what is measured here is worth showing all the same
+            _logger.warning("metrics are without the replicas' part: %s", error)
+            statuses = []
+        return Response(serving.metrics.text(statuses), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/cluster")
+    async def cluster_route() -> Response:
+        return _json([_as_dict(status) for status in await _statuses(serving.engine)])
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        return from_status(error.status_code, detail, dict(error.headers or {})).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+
+async def _statuses(engine: EngineClient) -> list[StatusReply]:
+    try:
+        return await asyncio.wait_for(engine.statuses(), _STATUS_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(504, f"the replicas have not reported within {_STATUS_TIMEOUT} s") from None
+    except EngineError as error:
+        raise from_engine(error) from None
+
+
+def _json(content: Any) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """Return every field under its name in the .proto file; integers stay numbers, which protobuf's JSON makes text."""
+    fields = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        fields[field.name] = value if field.message_type is None else _as_dict(value)
+    return fields

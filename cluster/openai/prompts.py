@@ -1,0 +1,163 @@
+"""Prompts as token ids: what a request's text, ids or conversation becomes before an engine sees it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cluster.openai.errors import invalid, not_supported
+from cluster.openai.limits import ApiLimits, ModelCard
+from cluster.openai.protocol import ChatMessage, refuse_unsupported_messages
+from cluster.text.chat_template import ChatTemplate, ConversationError
+from cluster.text.tokenizer import TextError, Tokenizer
+
+T = TypeVar("T")
+
+# Up to here a thread costs more than it gains; beyond, tokenizing would hold up everyone's tokens.
+_INLINE_CHARACTERS = 2048
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. ``text`` is what the client wrote, or None for token ids."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+class PromptEncoder:
+    """Makes prompts for one front end. Its errors are ``ApiError``s that name the field.
+
+    Long texts are handled on threads of its own, so that they delay only each other. ``close`` ends the threads.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, model: ModelCard, limits: ApiLimits
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._model = model
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(_THREADS, "prompt-encoder")
+
+    def close(self) -> None:
+        """End the threads after the work that they have."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def of_completion(self, prompt: str | list[Any], *, add_special_tokens: bool) -> list[Prompt]:
+        """Return the prompts of a completion: a text, texts, token ids, or lists of token ids."""
+        items: list[Any] = [prompt] if isinstance(prompt, str) or _is_token_ids(prompt) else prompt
+        if not items:
+            raise invalid("prompt is empty", "prompt")
+        if len(items) > self._limits.max_batched_prompts:
+            raise invalid(
+                f"prompt holds {len(items)} prompts; at most {self._limits.max_batched_prompts} are allowed", "prompt"
+            )
+        return [await self._of_item(item, add_special_tokens) for item in items]
+
+    async def of_text(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> Prompt:
+        """Return the prompt of one text."""
+
+        def encode() -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        try:
+            return Prompt(await self._run(len(text), encode), text)
+        except TextError as error:
+            raise invalid(f"{param}: {error}", param) from None
+
+    async def of_chat(
+        self,
+        messages: list[ChatMessage],
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+        variables: dict[str, Any] | None,
+        add_special_tokens: bool,
+    ) -> Prompt:
+        """Return the prompt that the model's chat template makes of a conversation."""
+        template = self._chat_template
+        if template is None:
+            raise invalid(
+                f"model {self._model.name} has no chat template; use /v1/completions", "messages", "no_chat_template"
+            )
+        refuse_unsupported_messages(messages)
+        turns = [_as_turn(message, index) for index, message in enumerate(messages)]
+
+        def render() -> str:
+            return template.render(
+                turns,
+                add_generation_prompt=not continue_final_message
+                if add_generation_prompt is None
+                else add_generation_prompt,
+                continue_final_message=bool(continue_final_message),
+                variables=variables,
+            )
+
+        try:
+            text = await self._run(sum(len(turn["content"]) for turn in turns), render)
+        except ConversationError as error:
+            raise invalid(f"messages: {error}", "messages") from None
+        return await self.of_text(text, add_special_tokens=add_special_tokens, param="messages")
+
+    async def _of_item(self, item: Any, add_special_tokens: bool) -> Prompt:
+        if isinstance(item, str):
+            return await self.of_text(item, add_special_tokens=add_special_tokens)
+        if _is_token_ids(item):
+            vocab_size = self._model.vocab_size
+            wrong = next((token_id for token_id in item if not 0 <= token_id < vocab_size), None)
+            if wrong is not None:
+                raise invalid(
+                    f"prompt: token id {_shortened(wrong)} is not in the model's vocabulary of {vocab_size}", "prompt"
+                )
+            return Prompt(item, None)
+        raise invalid("prompt must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
+
+    async def _run(self, characters: int, work: Callable[[], T]) -> T:
+        if characters <= _INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def check_prompt_length(prompt: Prompt, reserved: int, model: ModelCard, param: str) -> None:
+    """Refuse a prompt that is empty or leaves less than ``reserved`` tokens of the model's context."""
+    length = len(prompt.token_ids)
+    if length == 0:
+        raise invalid(f"{param} is empty: it has no tokens", param)
+    if length + reserved > model.max_model_len:
+        room = f" and {reserved} must be left to generate" if reserved else ""
+        raise invalid(
+            f"{param} has {length} tokens{room}, but the model's context (max_model_len) holds {model.max_model_len}",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def _is_token_ids(value: Any) -> bool:
+    """Whether this is a list of integers; ``bool`` is none. An empty list is an empty prompt."""
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _shortened(value: int) -> str:
+    return str(value) if value.bit_length() < 100 else "that large"
+
+
+def _as_turn(message: ChatMessage, index: int) -> dict[str, Any]:
+    """Return what the chat template sees: content is always text, parts of it are joined by line breaks."""
+    content = message.content
+    if content is None:
+        raise invalid(f"messages.{index}.content is missing", f"messages.{index}.content")
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            if part.text is None:
+                param = f"messages.{index}.content.{number}.text"
+                raise (
+                    not_supported(f"{param}: {part.type}")
+                    if part.type == "refusal"
+                    else invalid(f"{param} is missing", param)
+                )
+        content = "\n".join(part.text or "" for part in content)
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    return extra | {"role": message.role, "content": content}

@@ -1,0 +1,65 @@
+"""What every handler of one front end shares; made by ``build_app``, never changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.engine_client import EngineClient
+from cluster.openai.generation import Generation, GenerationPlan
+from cluster.openai.limits import ApiLimits, ModelCard
+from cluster.openai.metrics import FrontEndMetrics
+from cluster.openai.prompts import Prompt, PromptEncoder
+from cluster.openai.protocol import GenerationBody
+from cluster.openai.sampling import (
+    check_model,
+    choices_of,
+    logprobs_of,
+    sampling_of,
+    stop_rule_of,
+    timeout_ms_of,
+)
+from cluster.text.tokenizer import Tokenizer
+from worker.wire.engine_pb2 import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The engine, the model's texts, and the limits."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    prompts: PromptEncoder
+    model: ModelCard
+    limits: ApiLimits
+    metrics: FrontEndMetrics
+
+    def check(self, body: GenerationBody) -> None:
+        """Refuse what can be refused without looking at the prompt, cheapest first."""
+        check_model(body.model, self.model)
+        body.refuse_unsupported()
+        choices_of(body, self.limits)
+        stop_rule_of(body, self.limits)
+        timeout_ms_of(body, self.limits)
+
+    def sampling(self, body: GenerationBody) -> Sampling:
+        """Return the sampling of a request, still without its number of tokens and its logprobs."""
+        sampling = sampling_of(body, self.model, self.limits)
+        count = logprobs_of(body.prompt_logprobs, self.limits, "prompt_logprobs")
+        if count is not None:
+            sampling.prompt_logprobs = count
+        return sampling
+
+    def generation(
+        self, body: GenerationBody, request_id: str, prompts: Sequence[Prompt], samplings: Sequence[Sampling]
+    ) -> Generation:
+        """Return the generation of a request that has been validated; nothing is sent before it is iterated."""
+        plan = GenerationPlan(
+            request_id=request_id,
+            prompts=prompts,
+            samplings=samplings,
+            choices=choices_of(body, self.limits),
+            stop_rule=stop_rule_of(body, self.limits),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            cache_salt=body.cache_salt or "",
+            timeout_ms=timeout_ms_of(body, self.limits),
+        )
+        return Generation(plan, self.engine, self.tokenizer, self.model.eos_token_ids, self.metrics)

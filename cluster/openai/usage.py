@@ -1,0 +1,39 @@
+"""What a request used: tokens, as OpenAI counts them, and KV bytes that moved for it."""
+
+from typing import Any
+
+from worker.wire.engine_pb2 import PromptInfo
+
+
+class Usage:
+    """Counts along with one request, over all its prompts and choices."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self._prompts: list[PromptInfo] = []
+
+    def add_prompt(self, info: PromptInfo) -> None:
+        """Take what the engine says about one prompt."""
+        self._prompts.append(info)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return OpenAI's ``usage`` object; ``crosskv`` in it sums bytes and attempts and holds the longest times."""
+        transfers = [info.transfer for info in self._prompts]
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(info.cached_tokens for info in self._prompts)},
+            "crosskv": {
+                "payload_bytes": sum(transfer.payload_bytes for transfer in transfers),
+                "lower_bound_bytes": sum(transfer.lower_bound_bytes for transfer in transfers),
+                "unshared_bytes": sum(transfer.unshared_bytes for transfer in transfers),
+                "retransmitted_bytes": sum(transfer.retransmitted_bytes for transfer in transfers),
+                "attempts": sum(transfer.attempts for transfer in transfers),
+                "queue_ms": max((transfer.queue_ms for transfer in transfers), default=0.0),
+                "transfer_ms": max((transfer.transfer_ms for transfer in transfers), default=0.0),
+                "prefill_cached_tokens": sum(info.prefill_cached_tokens for info in self._prompts),
+                "prefill_replica": ",".join(sorted({t.prefill_replica for t in transfers if t.prefill_replica})),
+            },
+        }

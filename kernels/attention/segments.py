@@ -1,0 +1,47 @@
+"""What an attention kernel is told about one step: which query rows belong to which sequence, and where its keys are.
+
+The model runner makes one tuple of segments per KV cache group and step; a backend turns it into a plan of index
+tensors once, and every layer of the group uses that plan.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.pages import IntArray, PageShape
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive query rows of one sequence.
+
+    Rows ``[first_row, first_row + rows)`` of the step are the tokens ``[context - rows, context)`` of the sequence; row
+    ``i`` sees every token up to its own. ``blocks`` is the sequence's block table, int64.
+    """
+
+    first_row: int
+    rows: int
+    context: int
+    blocks: IntArray
+
+
+class AttentionPlan(Protocol):
+    """A backend's index tensors for one step. Opaque to everybody else."""
+
+
+class AttentionBackend(Protocol):
+    """Causal attention over a paged cache, and the writes that feed it."""
+
+    def plan(self, segments: Sequence[Segment], shape: PageShape, device: torch.device) -> AttentionPlan:
+        """Prepare one step. Called once per group and step, not per layer."""
+        ...
+
+    def write(self, cache: torch.Tensor, key_value: torch.Tensor, plan: AttentionPlan) -> None:
+        """Store ``key_value`` ``[rows, 2, kv_heads, head_dim]`` of every row into its slots."""
+        ...
+
+    def attend(self, query: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+        """Attend with ``query`` ``[rows, heads, head_dim]``; returns the same shape and dtype."""
+        ...

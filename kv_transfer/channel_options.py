@@ -1,0 +1,27 @@
+"""gRPC settings of KV connections, chosen for large messages on few streams.
+
+Message size is bounded by the piece size, not by gRPC. Keepalive notices a host that vanished without closing its
+connections; a process that hangs answers pings all the same and is noticed by its heartbeats.
+"""
+
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 16 << 20),
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.http2.write_buffer_size", 8 << 20),
+    ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
+    ("grpc.experimental.tcp_min_read_chunk_size", 256 << 10),
+    ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
+    ("grpc.optimization_target", "throughput"),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+HANDSHAKE_METHOD = "/crosskv.kv.v1.KVTransfer/Handshake"
+PREFILL_METHOD = "/crosskv.kv.v1.KVTransfer/Prefill"

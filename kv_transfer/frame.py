@@ -1,0 +1,109 @@
+"""Frames on a Prefill stream: a small protobuf header and raw payload bytes in one message.
+
+Encoding joins header and payload once; decoding copies nothing. Decoders check every size before they use it.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from kv_transfer.layout import Piece
+from kv_transfer.wire import kv_transfer_pb2 as wire
+
+_LENGTH = struct.Struct("<I")
+MAX_HEADER_BYTES = 1024
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFrame:
+    """A piece of KV and its packed bytes."""
+
+    epoch: int
+    piece: Piece
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class EndFrame:
+    """Everything has been sent. Times are seconds."""
+
+    epoch: int
+    payload_bytes: int
+    pieces: int
+    cached_tokens: int
+    queue_seconds: float
+    compute_seconds: float
+
+
+Frame = PieceFrame | EndFrame
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """One message for the stream."""
+    payload = memoryview(b"")
+    if isinstance(frame, PieceFrame):
+        piece = frame.piece
+        payload = frame.payload
+        header = wire.FrameHeader(
+            epoch=frame.epoch,
+            piece=wire.Piece(
+                layer_begin=piece.layer_begin,
+                layer_end=piece.layer_end,
+                token_begin=piece.token_begin,
+                token_end=piece.token_end,
+                payload_bytes=payload.nbytes,
+            ),
+        )
+    else:
+        header = wire.FrameHeader(
+            epoch=frame.epoch,
+            end=wire.End(
+                payload_bytes=frame.payload_bytes,
+                pieces=frame.pieces,
+                cached_tokens=frame.cached_tokens,
+                queue_ms=frame.queue_seconds * 1e3,
+                compute_ms=frame.compute_seconds * 1e3,
+            ),
+        )
+    encoded = header.SerializeToString()
+    return b"".join((_LENGTH.pack(len(encoded)), encoded, payload))
+
+
+def decode_frame(message: bytes) -> Frame:
+    """Parse a message; raises ``FrameError`` for anything that is not exactly one frame."""
+    if len(message) < _LENGTH.size:
+        raise FrameError(f"a frame of {len(message)} bytes has no header length")
+    (header_bytes,) = _LENGTH.unpack_from(message)
+    end = _LENGTH.size + header_bytes
+    if header_bytes > MAX_HEADER_BYTES or end > len(message):
+        raise FrameError(f"a frame of {len(message)} bytes claims a header of {header_bytes}")
+    header = wire.FrameHeader()
+    try:
+        header.ParseFromString(message[_LENGTH.size : end])
+    except DecodeError as error:
+        raise FrameError("a frame's header is not a FrameHeader") from error
+    payload = memoryview(message)[end:]
+    match header.WhichOneof("frame"):
+        case "piece":
+            piece = header.piece
+            if piece.payload_bytes != payload.nbytes:
+                raise FrameError(f"a piece announces {piece.payload_bytes} bytes and carries {payload.nbytes}")
+            return PieceFrame(
+                header.epoch, Piece(piece.layer_begin, piece.layer_end, piece.token_begin, piece.token_end), payload
+            )
+        case "end" if payload.nbytes == 0:
+            last = header.end
+            return EndFrame(
+                header.epoch,
+                last.payload_bytes,
+                last.pieces,
+                last.cached_tokens,
+                last.queue_ms / 1e3,
+                last.compute_ms / 1e3,
+            )
+    raise FrameError("a frame is neither a piece nor an end")

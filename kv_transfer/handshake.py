@@ -1,0 +1,69 @@
+"""The handshake: two replicas compare what their KV must have in common before the first request."""
+
+from dataclasses import dataclass
+
+from kv_transfer.layout import WIRE_VERSION, CacheLayout, OwnerLayer
+from kv_transfer.wire import kv_transfer_pb2 as wire
+
+
+class HandshakeMismatch(Exception):
+    """Two replicas that must not exchange KV; the message names field, both values and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    ours: object
+    theirs: object
+    remedy: str
+
+
+def layout_message(layout: CacheLayout) -> wire.Layout:
+    """A layout as it crosses the wire."""
+    return wire.Layout(
+        fingerprint=layout.fingerprint,
+        kv_dtype=layout.kv_dtype,
+        owners=[wire.Owner(name=o.name, kv_heads=o.kv_heads, bytes_per_token=o.bytes_per_token) for o in layout.owners],
+        sharing_digest=layout.sharing_digest,
+        sharing_layers=layout.sharing_layers,
+    )
+
+
+def parse_layout(message: wire.Layout) -> CacheLayout:
+    """The inverse of ``layout_message``."""
+    return CacheLayout(
+        fingerprint=message.fingerprint,
+        kv_dtype=message.kv_dtype,
+        owners=tuple(OwnerLayer(o.name, o.kv_heads, o.bytes_per_token) for o in message.owners),
+        sharing_digest=message.sharing_digest,
+        sharing_layers=message.sharing_layers,
+    )
+
+
+def require_match(ours: CacheLayout, theirs: CacheLayout, their_version: int, peer: str) -> None:
+    """Raise ``HandshakeMismatch`` for the first field in which the peer differs.
+
+    Wire versions may differ by one. Block size and tensor-parallel size are not compared.
+    """
+    if abs(their_version - WIRE_VERSION) > 1 or their_version < 1:
+        raise HandshakeMismatch(
+            f"{peer} speaks wire version {their_version}, this replica {WIRE_VERSION}; only neighbouring versions "
+            f"understand each other: upgrade the older one"
+        )
+    fields = (
+        _Field("kv_dtype", ours.kv_dtype, theirs.kv_dtype, "start both with the same --dtype"),
+        _Field("fingerprint", ours.fingerprint, theirs.fingerprint, "start both with the same --model"),
+        _Field("owner layers", _map(ours), _map(theirs), "start both with the same --kv-sharing"),
+        _Field("sharing map", ours.sharing_digest, theirs.sharing_digest, "start both with the same --kv-sharing"),
+        _Field("owner layer sizes", ours.owners, theirs.owners, "start both with the same --model"),
+    )
+    for field in fields:
+        if field.ours != field.theirs:
+            raise HandshakeMismatch(
+                f"{peer} differs in {field.name}: {field.theirs} there, {field.ours} here; {field.remedy}"
+            )
+
+
+def _map(layout: CacheLayout) -> str:
+    names = [owner.name for owner in layout.owners]
+    return f"{len(names)} owners of {len(names) + layout.sharing_layers} layers ({names[0]} … {names[-1]})"

@@ -1,0 +1,130 @@
+"""The prefill side of the connector: answers handshakes, and turns every Prefill call into a job for the engine.
+
+Started with a prefill engine on a port of its own, stopped with it. Its threads parse and send; they never touch pages.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
+from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match
+from kv_transfer.layout import WIRE_VERSION, CacheLayout
+from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
+from kv_transfer.socket_bytes import SocketBytes
+from kv_transfer.wire import kv_transfer_pb2 as wire
+
+# Streams are granted per decode replica; this many replicas can use their grant at once before calls are refused.
+GRANTED_PEERS = 4
+_SPARE_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """A prompt to compute and send. ``token_ids`` lacks the prompt's last token; the first ``held`` are not sent."""
+
+    request_id: str
+    epoch: int
+    token_ids: tuple[int, ...]
+    held: int
+    cache_salt: str
+    timeout: float
+    stream: OutgoingStream
+
+
+class PrefillServer:
+    """A gRPC server with raw bytes in both directions."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        incarnation: str,
+        max_streams: int,
+        accept: Callable[[PrefillJob], None],
+        *,
+        host: str,
+        port: int = 0,
+    ) -> None:
+        self._layout = layout
+        self._incarnation = incarnation
+        self._max_streams = max_streams
+        self._accept = accept
+        threads = max_streams * GRANTED_PEERS + _SPARE_THREADS
+        self._server = grpc.server(
+            ThreadPoolExecutor(threads, thread_name_prefix="kv-out"),
+            options=CHANNEL_OPTIONS,
+            maximum_concurrent_rpcs=threads,
+        )
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            HANDSHAKE_METHOD.rsplit("/", 1)[1]: grpc.unary_unary_rpc_method_handler(self._handshake),
+            PREFILL_METHOD.rsplit("/", 1)[1]: grpc.unary_stream_rpc_method_handler(self._prefill),
+        }
+        service = PREFILL_METHOD.strip("/").split("/")[0]
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        self.port = self._server.add_insecure_port(f"{host}:{port}")
+        self.socket_bytes = SocketBytes(self.port)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._server.start()
+
+    def stop(self, grace: float) -> None:
+        """Refuse new calls, give the others ``grace`` seconds."""
+        self._server.stop(grace).wait()
+
+    def _handshake(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        request = wire.HandshakeRequest()
+        try:
+            request.ParseFromString(message)
+            require_match(self._layout, parse_layout(request.layout), request.wire_version, request.incarnation)
+        except DecodeError:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HandshakeRequest")
+        except HandshakeMismatch as mismatch:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(mismatch))
+        return wire.HandshakeReply(
+            wire_version=WIRE_VERSION,
+            incarnation=self._incarnation,
+            layout=layout_message(self._layout),
+            max_streams=self._max_streams,
+        ).SerializeToString()
+
+    def _prefill(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        request = wire.PrefillRequest()
+        try:
+            request.ParseFromString(message)
+        except DecodeError:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a PrefillRequest")
+        if request.prefill_incarnation != self._incarnation:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this is {self._incarnation}, not {request.prefill_incarnation}: shake hands again",
+            )
+        if request.held_tokens >= len(request.token_ids):
+            context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"{request.held_tokens} tokens are held of {len(request.token_ids)}: nothing to send",
+            )
+        stream = OutgoingStream()
+        if not context.add_callback(stream.cancel):
+            return
+        self._accept(
+            PrefillJob(
+                request_id=request.request_id,
+                epoch=request.epoch,
+                token_ids=tuple(request.token_ids),
+                held=request.held_tokens,
+                cache_salt=request.cache_salt,
+                timeout=request.timeout_ms / 1e3,
+                stream=stream,
+            )
+        )
+        try:
+            yield from stream.messages()
+        except StreamFailure as failure:
+            context.abort(failure.code, failure.message)
+        finally:
+            # Connections may close soon after; their bytes are counted while they are still there.
+            self.socket_bytes.read()

@@ -1,0 +1,138 @@
+"""What a client is told when the cluster fails, before the answer begins and in its middle."""
+
+import pytest
+
+from cluster.engine_client import EngineError, EngineOverloaded, EngineUnavailable
+from tests.cluster.openai.events import events_of
+from tests.cluster.scripted_engine import ScriptedEngine, always, emit
+from worker.wire import engine_pb2
+from worker.wire.engine_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, Error, Output, Submit
+
+pytestmark = pytest.mark.anyio
+
+REQUESTS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": ["a", "b"]}),
+]
+
+
+def failed(kind: engine_pb2.ErrorKind, message: str = "why", retry_after_ms: int = 0) -> list[Output]:
+    error = Error(kind=kind, message=message, retry_after_ms=retry_after_ms)
+    return [Output(finish_reason=FINISH_REASON_ERROR, error=error)]
+
+
+FAILURES = {
+    "invalid": (failed(engine_pb2.ERROR_KIND_INVALID), 400, None),
+    "overloaded": (failed(engine_pb2.ERROR_KIND_OVERLOADED, retry_after_ms=2500), 429, "3"),
+    "timeout": (failed(engine_pb2.ERROR_KIND_TIMEOUT), 504, None),
+    "internal": (failed(engine_pb2.ERROR_KIND_INTERNAL), 500, None),
+    "unavailable": (failed(engine_pb2.ERROR_KIND_UNAVAILABLE), 503, "1"),
+    "unspecified": (failed(engine_pb2.ERROR_KIND_UNSPECIFIED), 500, None),
+    "no replica": (EngineUnavailable("why"), 503, "1"),
+    "all full": (EngineOverloaded("why", 7.2), 429, "8"),
+    "other": (EngineError("why"), 500, None),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=["chat", "text", "batch"])
+async def test_before_the_answer_begins(client, name: str, stream: bool, path: str, body: dict) -> None:
+    step, status, retry_after = FAILURES[name]
+    async with client(ScriptedEngine(lambda _: [step])) as http:
+        response = await http.post(path, json=body | {"stream": stream})
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == "why"
+    assert response.headers.get("retry-after") == retry_after
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=["chat", "text", "batch"])
+async def test_in_the_middle(client, name: str, path: str, body: dict) -> None:
+    step, status, _ = FAILURES[name]
+
+    def script(submit: Submit):
+        yield from emit(submit, [40, 41, 42])[:2]
+        yield step
+
+    async with client(ScriptedEngine(script)) as http:
+        whole = await http.post(path, json=body)
+        stream = await http.post(path, json=body | {"stream": True})
+        metrics = (await http.get("/metrics")).text
+    # Never half an answer that looks whole.
+    assert whole.status_code == status
+    *chunks, last = events_of(stream.text)
+    assert stream.status_code == 200
+    assert chunks
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+    assert last["error"]["message"] == "why"
+    assert f'crosskv_requests_total{{status="{status}"}} 2.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_stops_early_or_aborts_is_an_error(client, stream: bool) -> None:
+    scripts = {
+        "silence": (lambda _: [], 500),
+        "early end": (lambda s: emit(s, [40, 41])[:1], 500),
+        "abort": (lambda s: emit(s, [40], finish=FINISH_REASON_ABORT), 503),
+        "one of two": (lambda s: emit(s, [40], choice=1), 500),
+        "unknown choice": (lambda s: emit(s, [40], choice=5), 500),
+    }
+    for name, (script, status) in scripts.items():
+        async with client(ScriptedEngine(script)) as http:
+            response = await http.post("/v1/completions", json={"prompt": "a", "n": 2, "stream": stream})
+        if response.status_code == 200:
+            assert stream, name
+            assert "error" in events_of(response.text)[-1], name
+        else:
+            assert response.status_code == status, name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_defect_is_a_500_that_shows_nothing_of_the_inside(client, stream: bool) -> None:
+    def script(submit: Submit):
+        raise KeyError("secret")
+
+    for body in ({"prompt": "a"}, {"prompt": ["a", "b"]}):
+        async with client(ScriptedEngine(script)) as http:
+            response = await http.post("/v1/completions", json=body | {"stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert "secret" not in response.text
+
+
+async def test_missing_prompt_logprobs_are_an_error(client) -> None:
+    def script(submit: Submit):
+        (message,) = emit(submit, [40])
+        del message[0].prompt_info.prompt_logprobs[:]
+        yield message
+
+    async with client(ScriptedEngine(script)) as http:
+        response = await http.post("/v1/completions", json={"prompt": [5, 6], "prompt_logprobs": 1})
+    assert response.status_code == 500
+    assert "0 prompt logprobs where 1" in response.json()["error"]["message"]
+
+
+async def test_one_prompt_of_a_batch_that_fails_aborts_the_others(client) -> None:
+    def script(submit: Submit):
+        if list(submit.token_ids) == [6]:
+            yield from emit(submit, [40, 41])[:1]
+            yield EngineUnavailable("gone")
+        while True:
+            yield from emit(submit, [40, 41])[:1]
+
+    engine = ScriptedEngine(script)
+    async with client(engine) as http:
+        response = await http.post("/v1/completions", json={"prompt": [[5], [6], [7]]})
+    assert response.status_code == 503
+    assert len(engine.aborted) == 2
+
+
+async def test_other_requests_do_not_notice(client) -> None:
+    def script(submit: Submit):
+        return [EngineUnavailable("gone")] if list(submit.token_ids) == [6] else always([40])(submit)
+
+    async with client(ScriptedEngine(script)) as http:
+        assert (await http.post("/v1/completions", json={"prompt": [6]})).status_code == 503
+        assert (await http.post("/v1/completions", json={"prompt": [5]})).status_code == 200

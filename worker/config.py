@@ -1,0 +1,55 @@
+"""What one engine is told before it starts: an ``EngineConfig`` is built by the cluster and never changes afterwards."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What an engine does for the cluster.
+
+    A prefill engine computes prompts for others and never samples. A decode engine generates; it prefills by itself
+    only what the prefill side need not or cannot do. A colocated engine does both phases for its own requests.
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine's settings.
+
+    ``model`` is a local directory (config.json and safetensors) or a ``.gguf`` file. ``dtype`` is ``float32``,
+    ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own). ``kv_sharing`` is ``model`` (what the checkpoint
+    declares), ``none``, ``every:N``, ``after:N`` or the path of a JSON file. Sizes of memory are bytes, times seconds.
+    """
+
+    model: str
+    role: Role
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_sharing: str = "model"
+    block_size: int = 16
+    kv_cache_memory: int = 1 << 30
+    max_model_len: int | None = None
+    max_batched_tokens: int = 1024
+    max_running_requests: int = 64
+    max_waiting_requests: int = 1024
+    prefix_caching: bool = True
+    local_prefill_threshold: int = 0
+    max_prefill_streams: int = 16
+    max_piece_bytes: int = 4 << 20
+    max_staged_bytes: int = 64 << 20
+    request_timeout: float = 600.0
+    transfer_timeout: float = 120.0
+    threads: int | None = None
+    advertised_host: str = "127.0.0.1"
+
+    def with_model(self, model: str) -> "EngineConfig":
+        """The same settings for a model that has been found on this machine."""
+        return replace(self, model=model)
+
+    def with_threads(self, threads: int) -> "EngineConfig":
+        """The same settings with a number of CPU threads."""
+        return replace(self, threads=threads)

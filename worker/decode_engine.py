@@ -1,0 +1,432 @@
+"""The generating engine: owns a request from admission to its last token, on a decode or a colocated replica.
+
+Built once per replica, then driven by its loop's thread: ``handle`` takes one event, ``step`` computes once. Everything
+here runs on that thread, so pages, scheduler and ledgers have a single writer. What can fail for one request fails only
+that request.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from kv_transfer.ledger import Ledger, UnexpectedPiece
+from kv_transfer.manifest import Manifest
+from kv_transfer.plan import lower_bound
+from kv_transfer.prefill_peer import PieceArrived, TransferEnded
+from kv_transfer.staging import StagingBudget
+from worker.config import EngineConfig
+from worker.events import (
+    Aborted,
+    CacheCleared,
+    ClientArrived,
+    ClientGone,
+    DecodeEvent,
+    StatusWanted,
+    Submitted,
+)
+from worker.kv_cache.manager import KVCacheManager
+from worker.model_runner import ModelRunner
+from worker.prefill_connector import OpenTransfer, PrefillConnector
+from worker.request import Client, Request, RequestLimits, make_sequence, request_id_of
+from worker.sampler import TokenLogprobs, sample, token_logprobs
+from worker.sampling_params import InvalidRequest
+from worker.scheduler import NO_PREFILL, FinishReason, Sampled, Scheduler, StepPlan
+from worker.sequence import RequestId, Sequence
+from worker.wire import engine_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+LOAD_REPORT_SECONDS = 1.0
+
+_REASONS = {
+    FinishReason.MORE: wire.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: wire.FINISH_REASON_STOP,
+    FinishReason.LENGTH: wire.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A transfer under way."""
+
+    sequence: Sequence
+    manifest: Manifest
+    ledger: Ledger
+    opened: OpenTransfer
+    started: float
+
+
+class DecodeEngine:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        replica_id: str,
+        connector: PrefillConnector | None,
+        staging: StagingBudget,
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._replica_id = replica_id
+        self._connector = connector
+        self._staging = staging
+        self._cache = KVCacheManager(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
+        self._limits = RequestLimits(
+            vocab_size=runner.model.vocab_size,
+            max_model_len=runner.max_model_len,
+            max_choices=config.max_running_requests,
+            default_timeout=config.request_timeout,
+            eos_token_ids=runner.eos_token_ids,
+        )
+        self._requests: dict[RequestId, Request] = {}
+        self._incoming: dict[RequestId, Incoming] = {}
+        self._clients: dict[str, Client] = {}
+        self._outbox: defaultdict[str, list[wire.Output]] = defaultdict(list)
+        self._load_sent = 0.0
+        self.counters = wire.Counters()
+
+    def handle(self, event: DecodeEvent, now: float) -> None:
+        """Take one event from outside."""
+        match event:
+            case PieceArrived():
+                self._take_piece(event)
+            case TransferEnded():
+                self._end_transfer(event, now)
+            case Submitted():
+                self._submit(event, now)
+            case Aborted():
+                self._abort([request_id_of(event.client, event.wire_id)], now)
+            case ClientArrived():
+                self._clients[event.client.client_id] = event.client
+                event.client.send(wire.EngineMessage(load=self.load()))
+            case ClientGone():
+                gone = [name for name, request in self._requests.items() if request.client is event.client]
+                self._abort(gone, now)
+                self._clients.pop(event.client.client_id, None)
+            case StatusWanted():
+                event.reply(self.status())
+            case CacheCleared():
+                self._cache.pool.clear_cache()
+                event.reply()
+
+    def step(self, now: float) -> bool:
+        """Compute once; returns whether there was anything to compute."""
+        self._expire(now)
+        credit = self._connector.credit(now) if self._connector is not None else NO_PREFILL
+        plan = self._scheduler.schedule(now, credit)
+        for sequence in plan.transfers:
+            self._start_transfer(sequence, now)
+        if plan.rows:
+            try:
+                self._compute(plan, now)
+            except Exception:
+                log.exception("a step failed; its requests are given up")
+                self._fail_step(plan)
+        self._flush(now)
+        if self._scheduler.idle:
+            self._cache.pool.check()
+        return bool(plan.rows)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no request at all."""
+        return self._scheduler.idle
+
+    def load(self) -> wire.Load:
+        """How full it is."""
+        counts = self._cache.counts()
+        waiting = self._scheduler.waiting
+        return wire.Load(
+            running_requests=len(self._scheduler.running),
+            waiting_requests=len(waiting),
+            receiving_requests=len(self._scheduler.receiving),
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            total_blocks=counts.total,
+            outstanding_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
+            prefill_peers=self._connector.peers if self._connector is not None else 0,
+        )
+
+    def status(self) -> wire.StatusReply:
+        """Everything that a status page shows."""
+        self.counters.preemptions = self._scheduler.preemptions
+        self.counters.local_prefills = self._scheduler.local_prefills
+        self.counters.prefix_queries = self._scheduler.prefix_queries
+        self.counters.prefix_hits = self._scheduler.prefix_hits
+        connector = self._connector
+        return wire.StatusReply(
+            role=self._config.role.value,
+            replica_id=self._replica_id,
+            load=self.load(),
+            counters=self.counters,
+            held_blocks=self._cache.counts().held,
+            block_size=self._config.block_size,
+            owner_layers=len(self._runner.layout.owners),
+            total_layers=len(self._runner.layout.owners) + self._runner.layout.sharing_layers,
+            prefill_error=connector.last_error if connector is not None else "",
+        )
+
+    def stop(self, now: float) -> None:
+        """Give up everything."""
+        for name in list(self._requests):
+            self._fail(name, wire.ERROR_KIND_UNAVAILABLE, "the replica is shutting down")
+        self._flush(now)
+        if self._connector is not None:
+            self._connector.close()
+
+    # Requests
+
+    def _submit(self, event: Submitted, now: float) -> None:
+        client, submit = event.client, event.submit
+        name = request_id_of(client, submit.request_id)
+        try:
+            if name in self._requests:
+                raise InvalidRequest(f"request_id {submit.request_id} is already in use")
+            sequence = make_sequence(submit, name, self._limits, now)
+        except InvalidRequest as error:
+            self._refuse(client, submit.request_id, wire.ERROR_KIND_INVALID, str(error))
+            return
+        if self._scheduler.full:
+            self._refuse(
+                client,
+                submit.request_id,
+                wire.ERROR_KIND_OVERLOADED,
+                f"the queue holds {self._config.max_waiting_requests} requests already (--max-waiting-requests)",
+                retry_after_ms=1000,
+            )
+            return
+        self._requests[name] = Request(client, submit.request_id, open_choices=submit.n)
+        self._scheduler.add(sequence)
+
+    def _abort(self, names: Iterable[RequestId], now: float) -> None:
+        for name in names:
+            if self._drop(name, now) is not None:
+                self.counters.requests_aborted += 1
+
+    def _expire(self, now: float) -> None:
+        for name in {sequence.request_id for sequence in self._scheduler.expired(now)}:
+            self._fail(name, wire.ERROR_KIND_TIMEOUT, "the request's deadline has passed")
+
+    def _fail(self, name: RequestId, kind: wire.ErrorKind, message: str) -> None:
+        request = self._drop(name, 0.0)
+        if request is not None:
+            self.counters.requests_failed += 1
+            self._refuse(request.client, request.wire_id, kind, message)
+
+    def _drop(self, name: RequestId, now: float) -> Request | None:
+        """Forget a request and everything that it holds, here and at its prefill replica."""
+        incoming = self._incoming.pop(name, None)
+        if incoming is not None:
+            incoming.opened.transfer.cancel()
+            assert self._connector is not None
+            self._connector.closed(incoming.opened, now, failed=False, busy=False)
+        self._scheduler.finish(self._scheduler.of_request(name))
+        return self._requests.pop(name, None)
+
+    def _refuse(
+        self, client: Client, wire_id: str, kind: wire.ErrorKind, message: str, retry_after_ms: int = 0
+    ) -> None:
+        error = wire.Error(kind=kind, message=message, retry_after_ms=retry_after_ms)
+        self._outbox[client.client_id].append(
+            wire.Output(request_id=wire_id, finish_reason=wire.FINISH_REASON_ERROR, error=error)
+        )
+
+    # Transfers
+
+    def _start_transfer(self, sequence: Sequence, now: float) -> None:
+        assert self._connector is not None
+        manifest = Manifest(
+            request_id=sequence.request_id,
+            epoch=sequence.epoch,
+            held=sequence.computed,
+            end=len(sequence.tokens) - 1,
+            blocks=tuple(sequence.blocks),
+            deadline=sequence.deadline,
+            layout=self._runner.layout,
+        )
+        opened = self._connector.open(sequence, manifest, now)
+        if opened is None:
+            self._scheduler.transfer_refused(sequence)
+            return
+        self._incoming[sequence.request_id] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
+
+    def _take_piece(self, event: PieceArrived) -> None:
+        frame = event.frame
+        try:
+            incoming = self._incoming.get(RequestId(event.request_id))
+            if incoming is None or incoming.manifest.epoch != frame.epoch:
+                self.counters.stale_pieces += 1
+                return
+            try:
+                incoming.ledger.check(frame.piece, frame.payload.nbytes)
+            except UnexpectedPiece as error:
+                log.error("%s from %s: %s", event.request_id, incoming.opened.incarnation, error)
+                incoming.opened.transfer.cancel()
+                return
+            self._runner.write_piece(frame.piece, incoming.sequence.block_table(), frame.payload)
+            incoming.ledger.record(frame.piece)
+            self.counters.payload_bytes += frame.payload.nbytes
+        finally:
+            self._staging.give_back(frame.payload.nbytes)
+
+    def _end_transfer(self, event: TransferEnded, now: float) -> None:
+        incoming = self._incoming.get(RequestId(event.request_id))
+        if incoming is None or incoming.manifest.epoch != event.epoch:
+            return
+        del self._incoming[incoming.sequence.request_id]
+        assert self._connector is not None
+        complete = event.end is not None and incoming.ledger.complete
+        self._connector.closed(incoming.opened, now, failed=not complete and not event.busy, busy=event.busy)
+        sequence = incoming.sequence
+        report = self._requests[sequence.request_id].transfer
+        if not complete:
+            report.retransmitted_bytes += incoming.ledger.received_bytes
+            self.counters.retransmitted_bytes += incoming.ledger.received_bytes
+            if event.busy:
+                self._scheduler.transfer_refused(sequence)
+            else:
+                log.warning("transfer of %s failed: %s", sequence.request_id, event.error)
+                self.counters.transfers_failed += 1
+                self._scheduler.transfer_failed(sequence)
+            return
+        assert event.end is not None
+        layout = self._runner.layout
+        lacking = incoming.manifest.end - incoming.manifest.held
+        bound = lower_bound(layout, len(sequence.tokens), incoming.manifest.held)
+        unshared = lacking * self._runner.unshared_bytes_per_token
+        report.payload_bytes += incoming.ledger.received_bytes
+        report.lower_bound_bytes += bound
+        report.unshared_bytes += unshared
+        report.transfer_ms += (now - incoming.started) * 1e3
+        report.queue_ms += event.end.queue_seconds * 1e3
+        report.attempts = sequence.transfer_attempts + 1
+        report.prefill_replica = incoming.opened.incarnation
+        self._requests[sequence.request_id].prefill_cached_tokens = event.end.cached_tokens
+        self.counters.transfers += 1
+        self.counters.lower_bound_bytes += bound
+        self.counters.unshared_bytes += unshared
+        self.counters.transfer_seconds += now - incoming.started
+        self._scheduler.transfer_completed(sequence)
+
+    # Steps
+
+    def _compute(self, plan: StepPlan, now: float) -> None:
+        logits = self._runner.execute(plan.rows)
+        if logits is not None:
+            self._take_prompt_logprobs(plan, logits)
+        tokens = sample(logits, plan.draws) if logits is not None else []
+        described = self._describe(plan, tokens, logits) if logits is not None else {}
+        self.counters.steps += 1
+        committed = self._scheduler.commit(plan, tokens, now)
+        self._runner.copy_blocks(committed.copies)
+        for sampled in committed.sampled:
+            self._emit(sampled, described.get(sampled.draw))
+        self._finish_without_tokens(plan)
+
+    def _take_prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        row = 0
+        for scheduled in plan.rows:
+            sequence = scheduled.sequence
+            if sequence.wants_prompt_logprobs:
+                # The row of token i predicts token i + 1; the prompt's last row predicts no prompt token.
+                end = min(scheduled.first + scheduled.rows, sequence.prompt_len - 1)
+                count = max(0, end - scheduled.first)
+                targets = sequence.tokens[scheduled.first + 1 : scheduled.first + 1 + count]
+                described = token_logprobs(logits[row : row + count], targets, sequence.sampling.prompt_logprobs or 0)
+                self._requests[sequence.request_id].prompt_logprobs += described
+                if scheduled.first + scheduled.rows >= sequence.prompt_len:
+                    sequence.prompt_reported = True
+            row += scheduled.logit_rows
+
+    def _describe(self, plan: StepPlan, tokens: list[int], logits: torch.Tensor) -> dict[int, TokenLogprobs]:
+        """Log-probabilities of the draws that asked for them, by index of the draw."""
+        wanted = [index for index, draw in enumerate(plan.draws) if draw.sequence.sampling.logprobs is not None]
+        if not wanted:
+            return {}
+        rows = logits[[plan.draws[index].row for index in wanted]]
+        top = max(plan.draws[index].sequence.sampling.logprobs or 0 for index in wanted)
+        described = token_logprobs(rows, [tokens[index] for index in wanted], top)
+        return dict(zip(wanted, described, strict=True))
+
+    def _emit(self, sampled: Sampled, described: TokenLogprobs | None) -> None:
+        sequence = sampled.sequence
+        request = self._requests[sequence.request_id]
+        output = wire.Output(
+            request_id=request.wire_id,
+            choice=sequence.choice,
+            token_ids=[sampled.token],
+            finish_reason=_REASONS[sampled.reason],
+        )
+        if sampled.reason is FinishReason.STOP:
+            output.stop_token_id = sampled.token
+        if described is not None:
+            output.logprobs.append(_logprobs_message(described, sequence.sampling.logprobs or 0))
+        self.counters.generated_tokens += 1
+        self._send(request, sequence, output)
+
+    def _finish_without_tokens(self, plan: StepPlan) -> None:
+        """End requests that wanted only their prompt's log-probabilities."""
+        for scheduled in plan.rows:
+            sequence = scheduled.sequence
+            if sequence.sampling.max_tokens == 0 and sequence.prompt_reported:
+                request = self._requests[sequence.request_id]
+                self._scheduler.finish([sequence])
+                for choice in range(request.open_choices):
+                    output = wire.Output(
+                        request_id=request.wire_id, choice=choice, finish_reason=wire.FINISH_REASON_LENGTH
+                    )
+                    self._send(request, sequence, output)
+
+    def _send(self, request: Request, sequence: Sequence, output: wire.Output) -> None:
+        if not request.prompt_info_sent:
+            request.prompt_info_sent = True
+            self.counters.prompt_tokens += sequence.prompt_len
+            top = sequence.sampling.prompt_logprobs or 0
+            output.prompt_info.CopyFrom(
+                wire.PromptInfo(
+                    cached_tokens=min(sequence.cached_tokens, sequence.prompt_len),
+                    prefill_cached_tokens=request.prefill_cached_tokens,
+                    prompt_logprobs=[_logprobs_message(entry, top) for entry in request.prompt_logprobs],
+                    transfer=request.transfer,
+                )
+            )
+        self._outbox[request.client.client_id].append(output)
+        if output.finish_reason != wire.FINISH_REASON_UNSPECIFIED:
+            request.open_choices -= 1
+            if request.open_choices == 0:
+                self.counters.requests_finished += 1
+                del self._requests[sequence.request_id]
+
+    def _fail_step(self, plan: StepPlan) -> None:
+        for name in {scheduled.sequence.request_id for scheduled in plan.rows}:
+            self._fail(name, wire.ERROR_KIND_INTERNAL, "the replica failed while it computed this request")
+
+    def _flush(self, now: float) -> None:
+        """Send what this step produced, one message per front end; everybody's load report when it is due."""
+        report = now - self._load_sent >= LOAD_REPORT_SECONDS
+        if not (self._outbox or report):
+            return
+        load = self.load()
+        for client_id, client in self._clients.items():
+            outputs = self._outbox.get(client_id, [])
+            if outputs or report:
+                client.send(wire.EngineMessage(outputs=outputs, load=load))
+        self._outbox.clear()
+        if report:
+            self._load_sent = now
+
+
+def _logprobs_message(described: TokenLogprobs, top: int) -> wire.TokenLogprobs:
+    return wire.TokenLogprobs(
+        token_id=described.token,
+        logprob=described.logprob,
+        rank=described.rank,
+        top_token_ids=[token for token, _ in described.top[:top]],
+        top_logprobs=[logprob for _, logprob in described.top[:top]],
+    )

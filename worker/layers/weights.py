@@ -1,0 +1,29 @@
+"""How a layer says which checkpoint tensors it wants, and where each goes.
+
+Layers allocate their (often fused) weights when the model is built; loading then copies every checkpoint tensor straight
+into its part of them. ``Slot`` is that pair; the loader consumes the slots of a whole model.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Checkpoint tensor ``name`` goes into ``destination``, a view of a layer's weight with the tensor's shape."""
+
+    name: str
+    destination: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What every weight of a model is made of. ``device`` may be ``meta``: shapes without memory."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """A weight to be loaded."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,218 @@
+"""The plain decoder: RMSNorm, grouped-query attention with rotary positions, gated MLP, one residual stream.
+
+Llama, Mistral, Qwen2 and Qwen3 are this class; their files say only how they differ.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from kernels.pages import PARTS
+from kernels.pointwise import silu_and_multiply
+from worker.kv_cache.sharing import validate_targets
+from worker.kv_cache.specs import LayerName
+from worker.layers.attention import Attention
+from worker.layers.embedding import Embedding, LogitsHead
+from worker.layers.linear import Linear
+from worker.layers.rms_norm import RMSNorm
+from worker.layers.rotary import RotaryTable, Rotation
+from worker.layers.weights import Slot
+from worker.models.model import ModelContext, RowSet, StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes and switches of a plain decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderLayer:
+    """One layer, in two halves: ``project`` needs every row, ``finish`` only those that go on."""
+
+    def __init__(self, index: int, shape: DecoderShape, attention: Attention, context: ModelContext) -> None:
+        weights = context.weights
+        self.prefix = f"model.layers.{index}"
+        self.attention = attention
+        self._heads = shape.heads
+        self._kv_heads = shape.kv_heads if attention.owns_cache else 0
+        self._head_dim = shape.head_dim
+        widths = {"q_proj": shape.heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
+        parts = {name: heads * shape.head_dim for name, heads in widths.items() if heads}
+        self.input_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
+        self.qkv = Linear(parts, shape.hidden_size, weights, bias=shape.qkv_bias)
+        self.query_norm = RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm else None
+        self.key_norm = (
+            RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm and attention.owns_cache else None
+        )
+        self.output = Linear(
+            {"o_proj": shape.hidden_size}, shape.heads * shape.head_dim, weights, bias=shape.output_bias
+        )
+        self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
+        gate_up = {"gate_proj": shape.intermediate_size, "up_proj": shape.intermediate_size}
+        self.gate_up = Linear(gate_up, shape.hidden_size, weights, bias=shape.mlp_bias)
+        self.down = Linear({"down_proj": shape.hidden_size}, shape.intermediate_size, weights, bias=shape.mlp_bias)
+
+    def slots(self) -> Iterator[Slot]:
+        """Weights by checkpoint name."""
+        yield from self.input_norm.slots(f"{self.prefix}.input_layernorm")
+        yield from self.qkv.slots(f"{self.prefix}.self_attn")
+        if self.query_norm is not None:
+            yield from self.query_norm.slots(f"{self.prefix}.self_attn.q_norm")
+        if self.key_norm is not None:
+            yield from self.key_norm.slots(f"{self.prefix}.self_attn.k_norm")
+        yield from self.output.slots(f"{self.prefix}.self_attn")
+        yield from self.mlp_norm.slots(f"{self.prefix}.post_attention_layernorm")
+        yield from self.gate_up.slots(f"{self.prefix}.mlp")
+        yield from self.down.slots(f"{self.prefix}.mlp")
+
+    def project(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> torch.Tensor:
+        """Write keys and values of every row; return the rotated queries ``[rows, heads, head_dim]``."""
+        states = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self._head_dim)
+        keys_end = self._heads + self._kv_heads
+        if self.query_norm is not None:
+            states[:, : self._heads] = self.query_norm(states[:, : self._heads])
+        if self.key_norm is not None:
+            states[:, self._heads : keys_end] = self.key_norm(states[:, self._heads : keys_end])
+        rotation.apply(states[:, :keys_end])
+        if self.attention.owns_cache:
+            key_value = states[:, self._heads :].view(len(hidden), PARTS, self._kv_heads, self._head_dim)
+            self.attention.write(key_value, rows.plans[self.attention.name])
+        return states[:, : self._heads]
+
+    def finish(self, query: torch.Tensor, hidden: torch.Tensor, rows: RowSet) -> torch.Tensor:
+        """Attention output and MLP, added to the residual stream ``hidden``."""
+        attended = self.attention.attend(query, rows.plans[self.attention.name])
+        hidden = self.output(attended.view(len(hidden), -1)).add_(hidden)
+        return self.down(silu_and_multiply(self.gate_up(self.mlp_norm(hidden)))).add_(hidden)
+
+
+class LastOwnerKeys:
+    """All that a headless model keeps of its last owner layer: the projection to keys and values."""
+
+    def __init__(self, index: int, shape: DecoderShape, attention: Attention, context: ModelContext) -> None:
+        self.prefix = f"model.layers.{index}"
+        self.attention = attention
+        self._kv_heads, self._head_dim = shape.kv_heads, shape.head_dim
+        width = shape.kv_heads * shape.head_dim
+        self.input_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, context.weights)
+        self.key_value = Linear(
+            {"k_proj": width, "v_proj": width}, shape.hidden_size, context.weights, bias=shape.qkv_bias
+        )
+        self.key_norm = RMSNorm(shape.head_dim, shape.norm_epsilon, context.weights) if shape.qk_norm else None
+
+    def slots(self) -> Iterator[Slot]:
+        """Weights by checkpoint name."""
+        yield from self.input_norm.slots(f"{self.prefix}.input_layernorm")
+        yield from self.key_value.slots(f"{self.prefix}.self_attn")
+        if self.key_norm is not None:
+            yield from self.key_norm.slots(f"{self.prefix}.self_attn.k_norm")
+
+    def write(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> None:
+        """Write keys and values of every row."""
+        states = self.key_value(self.input_norm(hidden)).view(len(hidden), PARTS, self._kv_heads, self._head_dim)
+        if self.key_norm is not None:
+            states[:, 0] = self.key_norm(states[:, 0])
+        rotation.apply(states[:, 0])
+        self.attention.write(states, rows.plans[self.attention.name])
+
+
+class Decoder:
+    """See the module. Subclasses implement ``shape_of``."""
+
+    def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+        shape = self.shape_of(config)
+        names = [LayerName(f"model.layers.{index}.self_attn.attn") for index in range(shape.layers)]
+        targets = context.sharing.resolve(names, declared={})
+        self.vocab_size = shape.vocab_size
+        self.hidden_size = shape.hidden_size
+        self.attention_layers: Sequence[Attention] = [_attention(name, shape, context, targets) for name in names]
+        validate_targets(self.attention_layers)
+        last_owner = max(i for i, attention in enumerate(self.attention_layers) if attention.owns_cache)
+        self.rotary = RotaryTable(
+            config, shape.head_dim, context.max_model_len, context.weights.dtype, context.weights.device
+        )
+        self.embedding = Embedding(shape.vocab_size, shape.hidden_size, context.weights)
+        self.before_last_owner = [
+            DecoderLayer(index, shape, self.attention_layers[index], context) for index in range(last_owner)
+        ]
+        self.keys_only: LastOwnerKeys | None = None
+        self.from_last_owner: list[DecoderLayer] = []
+        if context.headless:
+            self.keys_only = LastOwnerKeys(last_owner, shape, self.attention_layers[last_owner], context)
+            return
+        self.from_last_owner = [
+            DecoderLayer(index, shape, self.attention_layers[index], context)
+            for index in range(last_owner, shape.layers)
+        ]
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, context.weights)
+        self.head = LogitsHead(self.embedding, context.weights, tied=shape.tied_embeddings)
+
+    @staticmethod
+    def shape_of(config: PretrainedConfig) -> DecoderShape:
+        """Read the sizes from a checkpoint's configuration; raise ``ValueError`` for what cannot be honoured."""
+        raise NotImplementedError
+
+    def slots(self) -> Iterator[Slot]:
+        """Weights by checkpoint name."""
+        yield from self.embedding.slots("model.embed_tokens")
+        for layer in (*self.before_last_owner, *self.from_last_owner):
+            yield from layer.slots()
+        if self.keys_only is not None:
+            yield from self.keys_only.slots()
+        else:
+            yield from self.norm.slots("model.norm")
+            yield from self.head.slots("lm_head")
+
+    def forward(self, step: StepInputs) -> torch.Tensor | None:
+        """See ``Model.forward``."""
+        hidden = self.embedding(step.token_ids)
+        rotation = self.rotary.at(step.rows.positions)
+        for layer in self.before_last_owner:
+            query = layer.project(hidden, rotation, step.rows)
+            hidden = layer.finish(query, hidden, step.rows)
+        if self.keys_only is not None:
+            self.keys_only.write(hidden, rotation, step.rows)
+            return None
+
+        last_owner, *sharing = self.from_last_owner
+        query = last_owner.project(hidden, rotation, step.rows)
+        if step.logit_rows is None:
+            return None
+        if step.logit_index is not None:
+            hidden, query = hidden.index_select(0, step.logit_index), query.index_select(0, step.logit_index)
+            rotation = rotation.select(step.logit_index)
+        hidden = last_owner.finish(query, hidden, step.logit_rows)
+        for layer in sharing:
+            query = layer.project(hidden, rotation, step.logit_rows)
+            hidden = layer.finish(query, hidden, step.logit_rows)
+        return self.head(self.norm(hidden))
+
+
+def _attention(
+    name: LayerName, shape: DecoderShape, context: ModelContext, targets: Mapping[LayerName, LayerName]
+) -> Attention:
+    return Attention(
+        name,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        cache_format=context.cache,
+        backend=context.backend,
+        kv_sharing_target_layer_name=targets.get(name),
+    )

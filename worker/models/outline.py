@@ -1,0 +1,78 @@
+"""A model's outline: what its configuration alone says of its attention layers, without weights or memory.
+
+Made by commands that inspect a model or check a cluster's settings before anything is started; ends with the command.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.table import attention_backend
+from worker.checkpoint.checkpoint import open_checkpoint
+from worker.checkpoint.json_file import read_json_object
+from worker.kv_cache.groups import KVCacheGroup, group_layers
+from worker.kv_cache.sharing import parse_sharing
+from worker.layers.attention import Attention
+from worker.layers.cache_format import CacheFormat
+from worker.layers.weights import WeightFormat
+from worker.models.model import ModelContext
+from worker.models.registry import UnsupportedModel, build_model, longest_context, parse_config
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutline:
+    """``layers`` in the order in which they run, ``groups`` as an engine would plan them; sizes in tokens."""
+
+    architecture: str
+    vocab_size: int
+    longest_context: int
+    dtype: torch.dtype
+    layers: tuple[Attention, ...]
+    groups: tuple[KVCacheGroup, ...]
+
+
+def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -> ModelOutline:
+    """Describe the model of a directory with config.json, of a config.json file, or of a ``.gguf`` file.
+
+    ``dtype`` may be ``auto``. Raises ``CheckpointError``, ``UnsupportedModel`` or ``SharingError``, like an engine.
+    """
+    content, own_dtype = _read(path)
+    config = parse_config(content)
+    chosen = DTYPES[own_dtype if dtype == "auto" else dtype]
+    meta = torch.device("meta")
+    context = ModelContext(
+        weights=WeightFormat(chosen, meta),
+        cache=CacheFormat(block_size, chosen),
+        backend=attention_backend(meta),
+        sharing=parse_sharing(kv_sharing),
+        max_model_len=2,
+    )
+    model = build_model(config, context)
+    return ModelOutline(
+        architecture=config.architectures[0],
+        vocab_size=model.vocab_size,
+        longest_context=longest_context(config),
+        dtype=chosen,
+        layers=tuple(model.attention_layers),
+        groups=group_layers(model.attention_layers),
+    )
+
+
+def _read(path: Path) -> tuple[Mapping[str, object], str]:
+    """The configuration and the dtype of the weights, from the weights themselves if they are there."""
+    if path.suffix != ".json" and (path.is_file() or any(path.glob("*.safetensors"))):
+        checkpoint = open_checkpoint(path)
+        return checkpoint.config, str(checkpoint.dtype()).removeprefix("torch.")
+    content = read_json_object(path if path.suffix == ".json" else path / "config.json")
+    dtype = content.get("dtype", content.get("torch_dtype")) or "bfloat16"
+    if dtype not in DTYPES:
+        raise UnsupportedModel(f"{path}: dtype {dtype!r} is not supported; choose --dtype {', '.join(DTYPES)}")
+    return content, str(dtype)

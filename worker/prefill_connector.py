@@ -1,0 +1,187 @@
+"""A decode engine's view of the prefill side: which replicas it can use, how much each grants, and whom to ask.
+
+Made with the engine. A discovery thread tells it which replicas exist; it connects and shakes hands there, before any
+request needs them. The engine's thread asks for credit, opens transfers and reports how they ended.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from kv_transfer.handshake import HandshakeMismatch
+from kv_transfer.layout import CacheLayout
+from kv_transfer.manifest import Manifest
+from kv_transfer.prefill_peer import PrefillPeer, Transfer, TransferEvent
+from kv_transfer.staging import StagingBudget
+from kv_transfer.wire import kv_transfer_pb2 as wire
+from worker.prefill_selector import PrefillCandidate, PrefillSelector
+from worker.scheduler import NO_PREFILL, PrefillCredit
+from worker.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF = 0.25
+LONGEST_BACKOFF = 15.0
+BUSY_BACKOFF = 0.02
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connected peer and what is going on with it."""
+
+    peer: PrefillPeer
+    streams: int = 0
+    outstanding_tokens: int = 0
+    backoff: float = 0.0
+    usable_from: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """A transfer and whom it comes from."""
+
+    incarnation: str
+    tokens: int
+    transfer: Transfer
+
+
+class PrefillConnector:
+    """See the module."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        incarnation: str,
+        selector: PrefillSelector,
+        staging: StagingBudget,
+        deliver: Callable[[TransferEvent], None],
+        transfer_timeout: float,
+    ) -> None:
+        self._layout = layout
+        self._incarnation = incarnation
+        self._selector = selector
+        self._staging = staging
+        self._deliver = deliver
+        self._transfer_timeout = transfer_timeout
+        self._lock = threading.Lock()
+        self._links: dict[str, _Link] = {}
+        self._errors: dict[str, str] = {}
+        self._refused: set[str] = set()
+
+    @property
+    def peers(self) -> int:
+        """Connected prefill replicas."""
+        return len(self._links)
+
+    @property
+    def last_error(self) -> str:
+        """Why a replica that exists cannot be used, if one cannot."""
+        return next(iter(self._errors.values()), "")
+
+    def update(self, replicas: Mapping[str, str]) -> None:
+        """Follow the directory: ``replicas`` maps incarnation to address. Blocks while it connects to new ones.
+
+        Called from one discovery thread. A replica whose layout does not match is not asked again: only a new
+        incarnation can change that.
+        """
+        with self._lock:
+            for gone in self._links.keys() - replicas.keys():
+                self._links.pop(gone).peer.close()
+            self._refused &= replicas.keys()
+            for gone in self._errors.keys() - replicas.keys():
+                del self._errors[gone]
+            new = replicas.keys() - self._links.keys() - self._refused
+        for incarnation in new:
+            self._connect(incarnation, replicas[incarnation])
+
+    def credit(self, now: float) -> PrefillCredit:
+        """What the prefill side offers at this moment."""
+        with self._lock:
+            usable = [link for link in self._links.values() if link.usable_from <= now]
+            if not self._links:
+                return NO_PREFILL
+            # A peer that is only busy will be usable in a moment; one that failed must not be waited for.
+            waiting = any(link.backoff == 0.0 for link in self._links.values())
+            return PrefillCredit(
+                reachable=bool(usable) or waiting,
+                streams=sum(link.peer.max_streams - link.streams for link in usable),
+            )
+
+    def open(self, sequence: Sequence, manifest: Manifest, now: float) -> OpenTransfer | None:
+        """Ask a prefill replica for a sequence's KV; None if none can take it after all."""
+        with self._lock:
+            candidates = {
+                incarnation: link
+                for incarnation, link in self._links.items()
+                if link.usable_from <= now and link.streams < link.peer.max_streams
+            }
+        if not candidates:
+            return None
+        tokens = sequence.tokens[:-1]
+        chosen = self._selector.choose(
+            [PrefillCandidate(name, link.outstanding_tokens) for name, link in candidates.items()],
+            tokens,
+            sequence.salt,
+        )
+        link = candidates[chosen]
+        timeout = min(self._transfer_timeout, max(0.001, manifest.deadline - now))
+        request = wire.PrefillRequest(
+            request_id=manifest.request_id,
+            epoch=manifest.epoch,
+            prefill_incarnation=chosen,
+            token_ids=tokens,
+            held_tokens=manifest.held,
+            cache_salt=sequence.salt,
+            timeout_ms=int(timeout * 1e3),
+        )
+        transfer = link.peer.open(request, self._deliver, timeout)
+        link.streams += 1
+        link.outstanding_tokens += len(tokens)
+        return OpenTransfer(chosen, len(tokens), transfer)
+
+    def closed(self, opened: OpenTransfer, now: float, *, failed: bool, busy: bool) -> None:
+        """Account for a transfer that ended; a peer that failed is left alone for a growing while."""
+        link = self._links.get(opened.incarnation)
+        if link is None:
+            return
+        link.streams -= 1
+        link.outstanding_tokens -= opened.tokens
+        if busy:
+            link.usable_from = now + BUSY_BACKOFF
+        elif failed:
+            link.backoff = min(LONGEST_BACKOFF, max(FIRST_BACKOFF, link.backoff * 2))
+            link.usable_from = now + link.backoff
+        else:
+            link.backoff = 0.0
+
+    def close(self) -> None:
+        """Drop every connection."""
+        self.update({})
+
+    def _connect(self, incarnation: str, address: str) -> None:
+        peer = PrefillPeer(address, self._layout, self._incarnation, self._staging)
+        try:
+            peer.connect()
+        except HandshakeMismatch as mismatch:
+            log.error("prefill replica %s refused: %s", incarnation, mismatch)
+            self._refuse(incarnation, str(mismatch), peer)
+            self._refused.add(incarnation)
+            return
+        except grpc.RpcError as error:
+            self._refuse(incarnation, f"{address}: {error.code().name}", peer)
+            return
+        if peer.incarnation != incarnation:
+            self._refuse(incarnation, f"{address} is {peer.incarnation} by now", peer)
+            return
+        with self._lock:
+            self._links[incarnation] = _Link(peer)
+            self._errors.pop(incarnation, None)
+        log.info("connected to prefill replica %s at %s", incarnation, address)
+
+    def _refuse(self, incarnation: str, error: str, peer: PrefillPeer) -> None:
+        peer.close()
+        with self._lock:
+            self._errors[incarnation] = error

@@ -1,0 +1,336 @@
+"""The scheduler: decides, step by step, which tokens of which sequences are computed and who holds blocks.
+
+One per engine, used from the engine's thread only. It does no I/O and reads no clock: events and ``now`` come in, plans
+and changed sequences go out, so that a simulation drives the same code.
+
+A step serves sequences in three passes. Decodes first, one token each, so that a long prompt never delays them by more
+than its chunk; then prompts that have begun, a chunk each within the token budget; then new admissions. A decode that
+finds no block preempts the sequence that was admitted last.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from worker.config import EngineConfig, Role
+from worker.kv_cache.manager import BlockCopy, KVCacheManager
+from worker.sequence import Epoch, RequestId, Sequence, SequenceState
+
+MAX_TRANSFER_ATTEMPTS = 3
+# Logits of every prompt token are wanted rarely and are large; their chunks are kept small.
+MAX_PROMPT_LOGIT_ROWS = 256
+
+
+class FinishReason(Enum):
+    """Why a sequence ended. ``MORE`` means that it did not."""
+
+    MORE = auto()
+    STOP = auto()
+    LENGTH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRows:
+    """Tokens ``[first, first + rows)`` of a sequence; the last ``logit_rows`` of them need logits."""
+
+    sequence: Sequence
+    first: int
+    rows: int
+    logit_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to sample: from logits row ``row``, for ``choice`` of the sequence's request."""
+
+    row: int
+    sequence: Sequence
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. ``transfers`` were admitted and wait for a prefill replica's KV; they are not computed."""
+
+    rows: tuple[ScheduledRows, ...]
+    draws: tuple[Draw, ...]
+    transfers: tuple[Sequence, ...]
+    admitted: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token that was appended to a sequence, and whether that ended it. ``draw`` is its index in the plan."""
+
+    sequence: Sequence
+    token: int
+    reason: FinishReason
+    draw: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step changed."""
+
+    sampled: tuple[Sampled, ...]
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCredit:
+    """What the prefill side offers now: whether any replica is usable, and how many more streams it grants."""
+
+    reachable: bool
+    streams: int
+
+
+NO_PREFILL = PrefillCredit(reachable=False, streams=0)
+
+
+class Scheduler:
+    """Queues and states of every live sequence of one engine."""
+
+    def __init__(self, config: EngineConfig, cache: KVCacheManager, max_model_len: int) -> None:
+        self._config = config
+        self._cache = cache
+        self._max_model_len = max_model_len
+        self.waiting: deque[Sequence] = deque()
+        self.receiving: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._epochs = 0
+        self.preemptions = 0
+        self.local_prefills = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the queue takes no further request."""
+        return len(self.waiting) >= self._config.max_waiting_requests
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do and nothing to wait for."""
+        return not (self.waiting or self.receiving or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        assert sequence.state is SequenceState.WAITING
+        self.waiting.append(sequence)
+
+    def live(self) -> Iterable[Sequence]:
+        """Every sequence that is not finished."""
+        yield from self.waiting
+        yield from self.receiving
+        yield from self.running
+
+    def finish(self, sequences: Iterable[Sequence]) -> None:
+        """End sequences in whatever state they are and release what they hold, at once."""
+        for sequence in list(sequences):
+            self._queue_of(sequence).remove(sequence)
+            sequence.move_to(SequenceState.FINISHED)
+            self._cache.release(sequence)
+
+    def of_request(self, request_id: RequestId) -> list[Sequence]:
+        """The live sequences of one request."""
+        return [sequence for sequence in self.live() if sequence.request_id == request_id]
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Live sequences whose deadline has passed."""
+        return [sequence for sequence in self.live() if sequence.deadline <= now]
+
+    def schedule(
+        self,
+        now: float,
+        credit: PrefillCredit = NO_PREFILL,
+        paused: AbstractSet[RequestId] = frozenset(),
+    ) -> StepPlan:
+        """Plan the next step. ``paused`` requests are prompts whose outgoing KV is not being taken fast enough."""
+        budget = self._config.max_batched_tokens
+        preempted_before = self.preemptions
+        rows: list[ScheduledRows] = []
+
+        for sequence in [s for s in self.running if s.pending == 1]:
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence):
+                rows.append(self._scheduled(sequence, 1))
+        # A later decode may have preempted a sequence that was scheduled before it.
+        rows = [scheduled for scheduled in rows if scheduled.sequence.state is SequenceState.RUNNING]
+        budget -= len(rows)
+
+        for sequence in [s for s in self.running if s.pending > 1 and s.request_id not in paused]:
+            if budget > 0:
+                rows.append(self._scheduled(sequence, budget))
+                budget -= rows[-1].rows
+
+        transfers: list[Sequence] = []
+        admitted: list[Sequence] = []
+        # After a preemption nothing is admitted: the preempted sequence would only come back and push others out.
+        while self.waiting and budget > 0 and self._has_seat() and self.preemptions == preempted_before:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            if self._wants_transfer(sequence, credit):
+                if credit.streams <= len(transfers):
+                    self._cache.release(sequence)
+                    break
+                self.waiting.popleft()
+                sequence.move_to(SequenceState.RECEIVING)
+                self._epochs += 1
+                sequence.epoch = Epoch(self._epochs)
+                self.receiving.append(sequence)
+                transfers.append(sequence)
+            else:
+                self.waiting.popleft()
+                sequence.move_to(SequenceState.RUNNING)
+                self.running.append(sequence)
+                self.local_prefills += sequence.pending > 1
+                if sequence.pending > 0:
+                    rows.append(self._scheduled(sequence, budget))
+                    budget -= rows[-1].rows
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += sequence.computed
+            sequence.queue_seconds = now - sequence.arrival
+            if not sequence.generated:
+                sequence.cached_tokens = sequence.computed
+            admitted.append(sequence)
+        return StepPlan(tuple(rows), self._draws(rows), tuple(transfers), tuple(admitted))
+
+    def commit(self, plan: StepPlan, tokens: list[int], now: float) -> Committed:
+        """Account for a computed step; ``tokens`` are the sampled ones, one per draw."""
+        for scheduled in plan.rows:
+            scheduled.sequence.computed += scheduled.rows
+            self._cache.publish(scheduled.sequence)
+        sampled: list[Sampled] = []
+        copies: list[BlockCopy] = []
+        for index, (draw, token) in enumerate(zip(plan.draws, tokens, strict=True)):
+            sequence = draw.sequence if draw.choice == draw.sequence.choice else self._branch(draw, token, copies)
+            if sequence is draw.sequence:
+                sequence.tokens.append(token)
+                sequence.branches = 1
+            reason = self._finish_reason(sequence, token)
+            sampled.append(Sampled(sequence, token, reason, index))
+        self.finish(s.sequence for s in sampled if s.reason is not FinishReason.MORE)
+        return Committed(tuple(sampled), tuple(copies))
+
+    def transfer_completed(self, sequence: Sequence) -> None:
+        """Every slot of a receiving sequence's prompt has arrived, all but the last token's."""
+        sequence.computed = len(sequence.tokens) - 1
+        self._cache.publish(sequence)
+        self.receiving.remove(sequence)
+        sequence.move_to(SequenceState.RUNNING)
+        self.running.append(sequence)
+
+    def transfer_failed(self, sequence: Sequence) -> None:
+        """Count a failed attempt and give the sequence back to the queue."""
+        sequence.transfer_attempts += 1
+        self.transfer_refused(sequence)
+
+    def transfer_refused(self, sequence: Sequence) -> None:
+        """Give a receiving sequence back to the front of the queue; its blocks go back unhashed."""
+        self.receiving.remove(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._cache.release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _has_seat(self) -> bool:
+        return len(self.running) + len(self.receiving) < self._config.max_running_requests
+
+    def _admit(self, sequence: Sequence) -> bool:
+        known = len(sequence.tokens)
+        # A decode step needs the last token's logits, so that token is always computed; a prefill replica needs none.
+        computes_last = self._config.role is not Role.PREFILL
+        return self._cache.admit(
+            sequence,
+            reusable=0 if sequence.wants_prompt_logprobs else known - computes_last,
+            reserve=known + computes_last,
+        )
+
+    def _wants_transfer(self, sequence: Sequence, credit: PrefillCredit) -> bool:
+        return (
+            self._config.role is Role.DECODE
+            and credit.reachable
+            and sequence.pending - 1 > self._config.local_prefill_threshold
+            and sequence.transfer_attempts < MAX_TRANSFER_ATTEMPTS
+            and not sequence.wants_prompt_logprobs
+        )
+
+    def _scheduled(self, sequence: Sequence, budget: int) -> ScheduledRows:
+        rows = min(sequence.pending, budget)
+        if self._config.role is Role.PREFILL:
+            return ScheduledRows(sequence, sequence.computed, rows, 0)
+        if sequence.wants_prompt_logprobs:
+            rows = min(rows, MAX_PROMPT_LOGIT_ROWS)
+            return ScheduledRows(sequence, sequence.computed, rows, rows)
+        return ScheduledRows(sequence, sequence.computed, rows, int(rows == sequence.pending))
+
+    def _draws(self, rows: list[ScheduledRows]) -> tuple[Draw, ...]:
+        draws = []
+        row = 0
+        for scheduled in rows:
+            row += scheduled.logit_rows
+            sequence = scheduled.sequence
+            reaches_end = scheduled.first + scheduled.rows == len(sequence.tokens)
+            if scheduled.logit_rows and reaches_end and sequence.sampling.max_tokens > 0:
+                draws += [Draw(row - 1, sequence, sequence.choice + branch) for branch in range(sequence.branches)]
+        return tuple(draws)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        while not self._cache.grow(sequence):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._cache.release(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _branch(self, draw: Draw, token: int, copies: list[BlockCopy]) -> Sequence:
+        """Make another choice of a prompt whose first token was just sampled."""
+        parent = draw.sequence
+        computed_tokens = parent.tokens[: parent.computed]
+        child = replace(
+            parent,
+            choice=draw.choice,
+            tokens=[*computed_tokens, token],
+            branches=1,
+            state=SequenceState.WAITING,
+            blocks=[],
+            hashes=list(parent.hashes[: parent.computed // self._cache.block_size]),
+            computed=0,
+            published=0,
+            transfer_attempts=0,
+            prompt_reported=True,
+        )
+        copy = self._cache.fork(parent, child)
+        if copy is None:
+            self.waiting.appendleft(child)
+            return child
+        if copy.source != copy.destination:
+            copies.append(copy)
+        child.move_to(SequenceState.RUNNING)
+        self.running.append(child)
+        return child
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason:
+        sampling = sequence.sampling
+        if sequence.generated >= sampling.min_tokens and token in sequence.end_tokens:
+            return FinishReason.STOP
+        if sequence.generated >= sampling.max_tokens or len(sequence.tokens) >= self._max_model_len:
+            return FinishReason.LENGTH
+        return FinishReason.MORE
+
+    def _queue_of(self, sequence: Sequence) -> "deque[Sequence] | list[Sequence]":
+        match sequence.state:
+            case SequenceState.WAITING:
+                return self.waiting
+            case SequenceState.RECEIVING:
+                return self.receiving
+            case _:
+                return self.running

@@ -1,0 +1,100 @@
+"""One choice of one request, from admission to its last token.
+
+A sequence is made when a request arrives (choice 0) or when a prompt's first token is sampled for the other choices. It
+lives in the scheduler, which alone changes it, and ends when it is finished and its blocks are released.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NewType
+
+import numpy as np
+
+from kernels.pages import IntArray
+from worker.kv_cache.block_pool import BlockHash, BlockId
+from worker.sampling_params import SamplingParams
+
+RequestId = NewType("RequestId", str)
+Epoch = NewType("Epoch", int)
+
+
+class SequenceState(Enum):
+    """Where a sequence is. ``TRANSITIONS`` says what may follow what."""
+
+    WAITING = auto()
+    """Queued: new, preempted, or given back after a failed transfer. Holds no blocks."""
+    RECEIVING = auto()
+    """Holds blocks that a prefill replica's KV is being written to. Not computed on."""
+    RUNNING = auto()
+    """Holds blocks and takes part in steps."""
+    FINISHED = auto()
+    """Ended, for whatever reason. Holds nothing."""
+
+
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RECEIVING, SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RECEIVING: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens and KV of one choice.
+
+    ``tokens`` are prompt and generated tokens; ``computed`` of them have their KV in ``blocks``. ``hashes`` names the
+    full blocks whose hash is known, ``published`` of them are findable. ``branches`` is how many choices still share
+    this prompt. ``deadline`` is in the engine's clock, seconds.
+    """
+
+    request_id: RequestId
+    choice: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    salt: str
+    arrival: float
+    deadline: float
+    eos_token_ids: frozenset[int] = frozenset()
+    branches: int = 1
+    state: SequenceState = SequenceState.WAITING
+    computed: int = 0
+    blocks: list[BlockId] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    published: int = 0
+    epoch: Epoch = Epoch(0)
+    transfer_attempts: int = 0
+    prompt_reported: bool = False
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+
+    @property
+    def pending(self) -> int:
+        """Known tokens without KV: 1 in decode, more in prefill."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end it."""
+        own = self.sampling.stop_token_ids
+        return own if self.sampling.ignore_eos else own | self.eos_token_ids
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether rows of the prompt still need logits."""
+        return self.sampling.prompt_logprobs is not None and not self.prompt_reported
+
+    def block_table(self) -> IntArray:
+        """Block ids as int64."""
+        return np.array(self.blocks, dtype=np.int64)
+
+    def move_to(self, state: SequenceState) -> None:
+        """Change state; an impossible change is a bug of ours."""
+        assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} → {state}"
+        self.state = state

@@ -1,0 +1,143 @@
+"""Where front ends connect: the gRPC service that carries requests to the engine and tokens back.
+
+Runs on an event loop in a thread of its own. It parses, queues and serialises; it never touches KV, and the engine's
+thread never waits for it.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from worker.events import Aborted, CacheCleared, ClientArrived, ClientGone, StatusWanted, Submitted
+from worker.wire import engine_pb2 as wire
+from worker.wire import engine_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+SessionEvent = Submitted | Aborted | ClientArrived | ClientGone | StatusWanted | CacheCleared
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class SessionClient:
+    """One front end's session. Messages from the engine's thread are joined while the event loop is busy."""
+
+    def __init__(self, client_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.client_id = client_id
+        self._loop = loop
+        self._messages: list[wire.EngineMessage] = []
+        self._ready = asyncio.Event()
+        self._closed = False
+
+    def send(self, message: wire.EngineMessage) -> None:
+        """Queue a message; called on the engine's thread."""
+        self._loop.call_soon_threadsafe(self._append, message)
+
+    def close(self) -> None:
+        """No more messages; called on the event loop."""
+        self._closed = True
+        self._ready.set()
+
+    async def messages(self) -> AsyncIterator[wire.EngineMessage]:
+        """Messages until the session is closed."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            messages, self._messages = self._messages, []
+            if messages:
+                joined = messages[0]
+                for message in messages[1:]:
+                    joined.MergeFrom(message)
+                yield joined
+            if self._closed:
+                return
+
+    def _append(self, message: wire.EngineMessage) -> None:
+        self._messages.append(message)
+        self._ready.set()
+
+
+class _Servicer(engine_pb2_grpc.EngineServicer):
+    def __init__(self, deliver: Callable[[SessionEvent], None]) -> None:
+        self._deliver = deliver
+        self._numbers = itertools.count()
+
+    async def Session(
+        self, request_iterator: AsyncIterator[wire.ClientMessage], context: _Context
+    ) -> AsyncIterator[wire.EngineMessage]:
+        del context
+        client = SessionClient(f"session-{next(self._numbers)}", asyncio.get_running_loop())
+        self._deliver(ClientArrived(client))
+        reader = asyncio.create_task(self._read(request_iterator, client))
+        try:
+            async for message in client.messages():
+                yield message
+        finally:
+            reader.cancel()
+            self._deliver(ClientGone(client))
+
+    async def _read(self, requests: AsyncIterator[wire.ClientMessage], client: SessionClient) -> None:
+        try:
+            async for message in requests:
+                match message.WhichOneof("message"):
+                    case "submit":
+                        self._deliver(Submitted(client, message.submit))
+                    case "abort":
+                        self._deliver(Aborted(client, message.abort.request_id))
+        finally:
+            client.close()
+
+    async def Status(self, request: wire.StatusRequest, context: _Context) -> wire.StatusReply:
+        del request, context
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[wire.StatusReply] = loop.create_future()
+
+        def settle(status: wire.StatusReply) -> None:
+            if not future.done():
+                future.set_result(status)
+
+        def reply(status: wire.StatusReply) -> None:
+            loop.call_soon_threadsafe(settle, status)
+
+        self._deliver(StatusWanted(reply))
+        return await future
+
+
+class SessionServer:
+    """The service and its thread."""
+
+    def __init__(self, deliver: Callable[[SessionEvent], None], *, host: str, port: int = 0) -> None:
+        self._deliver = deliver
+        self._address = f"{host}:{port}"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True)
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    def start(self) -> None:
+        """Bind and begin to serve; ``port`` is known afterwards."""
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    def stop(self, grace: float) -> None:
+        """End every session after ``grace`` seconds."""
+        if self._server is not None:
+            asyncio.run_coroutine_threadsafe(self._server.stop(grace), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _start(self) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS)
+        engine_pb2_grpc.add_EngineServicer_to_server(_Servicer(self._deliver), self._server)  # type: ignore[no-untyped-call]
+        self.port = self._server.add_insecure_port(self._address)
+        await self._server.start()

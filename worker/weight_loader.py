@@ -1,0 +1,38 @@
+"""Fills a built model from a checkpoint, tensor by tensor, straight into its fused weights."""
+
+from collections.abc import Iterable
+
+from worker.checkpoint.checkpoint import Checkpoint
+from worker.models.model import Model
+
+
+class WeightMismatch(ValueError):
+    """A checkpoint that does not fit the model that its configuration describes."""
+
+
+def load_weights(model: Model, checkpoint: Checkpoint, known_names: Iterable[str]) -> None:
+    """Load every slot of ``model``.
+
+    ``known_names`` are the tensors that the complete, unshared model has: a sharing layer's K and V projections and the
+    layers that a headless model leaves out are skipped knowingly. Anything beyond them is refused, because a tensor
+    that nobody uses means that the model would be computed wrongly.
+    """
+    slots = list(model.slots())
+    available = checkpoint.names()
+    missing = [slot.name for slot in slots if slot.name not in available]
+    if missing:
+        raise WeightMismatch(f"{checkpoint.path} lacks {len(missing)} tensors that the model needs: {_some(missing)}")
+    unused = {
+        name for name in available - set(known_names) - {"lm_head.weight"} if not name.endswith("rotary_emb.inv_freq")
+    }
+    if unused:
+        raise WeightMismatch(
+            f"{checkpoint.path} holds {len(unused)} tensors that the model does not use, so it would be computed "
+            f"wrongly: {_some(sorted(unused))}"
+        )
+    for slot in slots:
+        checkpoint.read_into(slot.name, slot.destination)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
