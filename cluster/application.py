@@ -18,10 +18,11 @@ from cluster.deployments import build_application
 from cluster.directory import stop_directory
 from cluster.errors import CrosskvError
 from cluster.front_end import FrontEndConfig
-from cluster.inspect_model import inspect_model, require_servable
+from cluster.inspect_model import ModelSummary, inspect_model, require_servable
 from cluster.model_store import resolve_model
 from cluster.openai.limits import ModelCard
 from cluster.text.tokenizer import TokenizerConfig
+from worker.dtype import DTYPES, choose_device, choose_dtype
 
 APPLICATION = "crosskv"
 READY_SECONDS = 600.0
@@ -40,11 +41,20 @@ class RunningCluster:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.base_url = ""
+        self._summary: ModelSummary | None = None
+
+    @property
+    def summary(self) -> ModelSummary:
+        """The deployed model and its cache."""
+        assert self._summary is not None, "nothing is deployed"
+        return self._summary
 
     def deploy(self, config: ClusterConfig) -> None:
         """Deploy ``config`` and wait until it can answer."""
+        config = _with_dtype(config)
         summary = inspect_model(config)
         require_servable(config, summary)
+        self._summary = summary
         files = resolve_model(config.model)
         tokenizer = TokenizerConfig.from_directory(files.tokenizer)
         limit = min(config.max_model_len or summary.longest_context, summary.cache_tokens)
@@ -138,6 +148,15 @@ def _connect(config: ClusterConfig) -> None:
             ray.shutdown()
             if attempt == RAY_START_ATTEMPTS:
                 raise
+
+
+def _with_dtype(config: ClusterConfig) -> ClusterConfig:
+    """Decide ``--dtype auto`` once for all replicas, because their KV must have one type."""
+    if config.dtype != "auto" or ray.cluster_resources().get("GPU", 0) > 0:
+        return config
+    own = DTYPES[inspect_model(config).dtype]
+    chosen = choose_dtype("auto", own, choose_device(config.device))
+    return config.replace(dtype=str(chosen).removeprefix("torch."))
 
 
 def _threads(config: ClusterConfig) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
@@ -121,7 +120,7 @@ def _comparison(results: Sequence[LayoutResult]) -> Table:
             result.kv_sharing,
             f"{result.owner_layers} of {result.total_layers}",
             str(result.prompt_tokens),
-            f"{result.payload_bytes:,} ({decimal(result.payload_bytes)})",
+            f"{result.payload_bytes:,}",
             f"{result.lower_bound_bytes:,}",
             f"{result.bytes_saved:,}",
             f"{result.ttft_ms:.0f} ms",

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
 from cluster.front_end import FrontEnd, FrontEndConfig
+from cluster.replica_actor import ReplicaActor
 from worker.config import EngineConfig, Role
 
 log = logging.getLogger(__name__)
@@ -29,9 +30,6 @@ class EngineSupervisor:
     """One engine replica as Serve sees it."""
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
-        # Imported here: the actor class brings torch, which front ends, in the same module, must not.
-        from cluster.replica_actor import ReplicaActor  # noqa: PLC0415
-
         threads = config.threads or 1
         self._engine = (
             ray.remote(ReplicaActor)

@@ -13,11 +13,11 @@ class EngineError(Exception):
     """A request cannot be served by the cluster. The message may be shown to the client."""
 
 
-class EngineUnavailable(EngineError):  # noqa: N818 - reads as a state
+class EngineUnavailable(EngineError):
     """No replica can take the request now, or the one that had it is gone."""
 
 
-class EngineOverloaded(EngineError):  # noqa: N818 - reads as a state
+class EngineOverloaded(EngineError):
     """Every queue is full. ``retry_after`` is in seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:

@@ -51,7 +51,11 @@ def with_cluster_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable
 
 
 def _config_file_option() -> inspect.Parameter:
-    option = typer.Option("--config", help="YAML file with any of the settings below.", rich_help_panel="Cluster")
+    help_text = (
+        "YAML file with any of the settings below, as in block_size: 16. Each is also an environment variable, as in "
+        "CROSSKV_BLOCK_SIZE. A flag comes before the environment, the environment before the file."
+    )
+    option = typer.Option("--config", help=help_text, rich_help_panel="Cluster")
     return _parameter(_CONFIG_FILE, Path, option)
 
 
@@ -59,13 +63,9 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     flag = flag_of(name)
     kind = _flag_type(field)
     declaration = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    has_default = not field.is_required() and field.default is not None
-    option = typer.Option(
-        declaration,
-        help=field.description,
-        show_default=_text(field.default) if has_default else False,
-        rich_help_panel="Cluster",
-    )
+    default = "" if field.is_required() or field.default is None else f" (default: {_text(field.default)})"
+    # Without a default of its own, a flag that is not given leaves the word to the environment and the YAML file.
+    option = typer.Option(declaration, help=f"{field.description}{default}", rich_help_panel="Cluster")
     return _parameter(name, kind, option)
 
 

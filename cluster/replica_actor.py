@@ -10,7 +10,6 @@ from cluster.directory import HEARTBEAT_SECONDS, directory_actor
 from cluster.model_store import resolve_model
 from cluster.router import PrefillRouter
 from worker.config import EngineConfig, Role
-from worker.replica import Replica
 from worker.replica_record import ReplicaRecord
 
 log = logging.getLogger(__name__)
@@ -20,6 +19,9 @@ class ReplicaActor:
     """See the module. ``model`` is resolved here, since each machine has files of its own."""
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
+        # Imported here: supervisors need this class too, but not torch.
+        from worker.replica import Replica  # noqa: PLC0415
+
         logging.basicConfig(level=logging.INFO)
         weights = str(resolve_model(model).weights)
         self._directory = directory

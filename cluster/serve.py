@@ -27,10 +27,10 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
     fetch_model(config.model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
-        summary = inspect_model(config)
-        require_servable(config, summary)
+        require_servable(config, inspect_model(config))
         with running_cluster(config, steps) as cluster:
             steps.done()
+            summary = cluster.summary
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, on_signal)
             console.print(

@@ -19,6 +19,7 @@ from kernels.table import attention_backend
 from kv_transfer.layout import CacheLayout, OwnerLayer, Piece
 from worker.checkpoint.checkpoint import open_checkpoint
 from worker.config import EngineConfig, Role
+from worker.dtype import choose_device, choose_dtype
 from worker.kv_cache.groups import KVCacheGroup, count_blocks, group_layers
 from worker.kv_cache.manager import BlockCopy
 from worker.kv_cache.sharing import NoSharing, parse_sharing
@@ -31,8 +32,6 @@ from worker.models.registry import build_model, choose_context, parse_config
 from worker.scheduler import ScheduledRows
 from worker.weight_loader import load_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class DoesNotFit(ValueError):
     """Not enough memory for what was asked; the message names the flag to change."""
@@ -43,8 +42,8 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, *, fill: int = 0) -> None:
         checkpoint = open_checkpoint(Path(config.model))
-        self.device = _device(config.device)
-        dtype = checkpoint.dtype() if config.dtype == "auto" else DTYPES[config.dtype]
+        self.device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, checkpoint.dtype(), self.device)
         model_config = parse_config(checkpoint.config)
         context = ModelContext(
             weights=WeightFormat(dtype, self.device),
@@ -147,14 +146,6 @@ class ModelRunner:
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DoesNotFit("--device cuda was given, but PyTorch finds no CUDA device; use --device cpu")
-    return torch.device(name)
 
 
 def _described(context: ModelContext) -> ModelContext:

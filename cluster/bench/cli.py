@@ -32,7 +32,9 @@ def _command_line() -> str:
 @with_cluster_options(without=("mode", "kv_sharing", "prefix_caching", "local_prefill_threshold"))
 def transfer(
     config: ClusterConfig,
-    sharing: Annotated[str, typer.Option(help="Layouts to compare, as for --kv-sharing.")] = "none,every:2",
+    sharing: Annotated[
+        str, typer.Option(help="Layouts to compare: none, every:N, after:N, model, or JSON files.")
+    ] = "none,every:2",
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "64,512",
     requests: Annotated[int, typer.Option(help="Requests per layout and length.")] = 16,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 4,

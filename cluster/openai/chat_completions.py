@@ -13,7 +13,7 @@ from cluster.openai.event_stream import DONE, ChunkWriter
 from cluster.openai.exchange import Answer, parse
 from cluster.openai.generation import Generation
 from cluster.openai.logprobs import chat_logprobs, prompt_logprobs
-from cluster.openai.prompts import Prompt, check_prompt_length
+from cluster.openai.prompts import Prompt, check_length
 from cluster.openai.protocol import ChatCompletionBody
 from cluster.openai.sampling import logprobs_of, max_tokens_of
 from cluster.openai.serving import Serving
@@ -41,7 +41,7 @@ class ChatCompletions:
             variables=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
         )
-        check_prompt_length(prompt, 1, serving.model, "messages")
+        check_length(len(prompt.token_ids), 1, serving.model, "messages")
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         requested = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         sampling.max_tokens = max_tokens_of(

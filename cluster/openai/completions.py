@@ -15,7 +15,7 @@ from cluster.openai.event_stream import DONE, ChunkWriter
 from cluster.openai.exchange import Answer, parse
 from cluster.openai.generation import Generation
 from cluster.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from cluster.openai.prompts import Prompt, check_prompt_length
+from cluster.openai.prompts import Prompt, check_length
 from cluster.openai.protocol import CompletionBody
 from cluster.openai.sampling import choices_of, logprobs_of, max_tokens_of
 from cluster.openai.serving import Serving
@@ -42,6 +42,11 @@ class Completions:
         prompts = await serving.prompts.of_completion(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
+        choices = len(prompts) * choices_of(body, serving.limits)
+        if choices > serving.limits.max_batched_choices:
+            raise invalid(
+                f"n makes {choices} choices of all prompts; {serving.limits.max_batched_choices} are allowed", "n"
+            )
         samplings = [self._sized(body, sampling, prompt) for prompt in prompts]
         response = _CompletionResponse(f"cmpl-{uuid.uuid4().hex}", body, serving, prompts)
         generation = serving.generation(body, response.response_id, prompts, samplings)
@@ -67,7 +72,7 @@ class Completions:
     def _sized(self, body: CompletionBody, sampling: Sampling, prompt: Prompt) -> Sampling:
         """Return the sampling of one prompt of the batch: how much fits after it is its own."""
         model = self._serving.model
-        check_prompt_length(prompt, 0 if body.max_tokens == 0 else 1, model, "prompt")
+        check_length(len(prompt.token_ids), 0 if body.max_tokens == 0 else 1, model, "prompt")
         own = Sampling()
         own.CopyFrom(sampling)
         own.max_tokens = max_tokens_of(

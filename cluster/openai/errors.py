@@ -82,14 +82,16 @@ def from_status(status: int, detail: str | None = None, headers: dict[str, str] 
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first field that is wrong, with everything that could be said about it."""
+    """The first field that is wrong, as deep inside as the alternatives of its type let one see, and what is wrong."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    param = _param(details[0])
+    first = _param(details[0])
+    params = [_param(detail) for detail in details]
+    param = max((p for p in params if p == first or p.startswith(f"{first}.")), key=len)
     messages = [_message(detail) for detail in details if _param(detail) == param]
     text = " or ".join(dict.fromkeys(messages))
     if details[0]["type"] == "json_invalid":
         return invalid(f"the request body is not JSON: {text}", code="invalid_json")
-    return invalid(f"{param}: {text}" if param else text, param=param)
+    return invalid(f"{param}: {text}" if param else text, param=param or None)
 
 
 def from_engine(error: EngineError) -> ApiError:
@@ -108,8 +110,8 @@ def from_output(error: engine_pb2.Error) -> ApiError:
     return ApiError(status, error.message or HTTPStatus(status).phrase, retry_after=retry_after)
 
 
-def _param(detail: ErrorDetails) -> str | None:
-    return ".".join(str(part) for part in detail["loc"] if not _is_union_member(part)) or None
+def _param(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"] if not _is_union_member(part))
 
 
 def _is_union_member(part: int | str) -> bool:

@@ -1,5 +1,6 @@
 """One HTTP request that generates: read within limits, answered whole or as a stream, and counted once it ends."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
@@ -13,20 +14,40 @@ from cluster.openai.metrics import DISCONNECTED, FrontEndMetrics
 
 B = TypeVar("B", bound=BaseModel)
 
+_FORGOTTEN_BODIES = 4
+_FORGETTING_SECONDS = 2.0
+
 Answer = bytes | AsyncGenerator[bytes, None]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body; refuse one that is too large before the rest of it has arrived."""
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
-        raise _too_large(max_bytes)
+    """Return the request's body; refuse one that is too large as soon as that is known."""
     body = bytearray()
-    async for part in request.stream():
+    parts = request.stream()
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isascii() and declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes)
+    while not too_large and (part := await anext(parts, None)) is not None:
         body += part
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+        too_large = len(body) > max_bytes
+    if too_large:
+        body.clear()
+        if "expect" not in request.headers:
+            await _forget(parts, _FORGOTTEN_BODIES * max_bytes)
+        # What is still on its way makes the connection useless for another request.
+        raise ApiError(413, f"the request body is larger than {max_bytes} bytes", headers={"Connection": "close"})
     return bytes(body)
+
+
+async def _forget(parts: AsyncGenerator[bytes, None], max_bytes: int) -> None:
+    """Read on for a while: most clients listen only after they have sent, and would see nothing but a reset."""
+    try:
+        async with asyncio.timeout(_FORGETTING_SECONDS):
+            async for part in parts:
+                max_bytes -= len(part)
+                if max_bytes < 0:
+                    return
+    except TimeoutError:
+        pass
 
 
 def parse(kind: type[B], body: bytes) -> B:
@@ -69,8 +90,3 @@ async def generate(
         ended(200)
         return Response(result, media_type="application/json")
     return EventStream(result, ended)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot carry another request.
-    return ApiError(413, f"the request body is larger than {max_bytes} bytes", headers={"Connection": "close"})

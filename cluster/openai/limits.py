@@ -18,9 +18,10 @@ class ModelCard:
 class ApiLimits:
     """The largest request. Sizes are bytes, ``max_timeout`` is in seconds."""
 
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 8 << 20
     max_choices: int = 128
     max_batched_prompts: int = 256
+    max_batched_choices: int = 1024
     max_stop_strings: int = 16
     max_stop_string_length: int = 1024
     max_stop_token_ids: int = 256

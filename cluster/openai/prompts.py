@@ -48,9 +48,9 @@ class PromptEncoder:
 
     async def of_completion(self, prompt: str | list[Any], *, add_special_tokens: bool) -> list[Prompt]:
         """Return the prompts of a completion: a text, texts, token ids, or lists of token ids."""
-        items: list[Any] = [prompt] if isinstance(prompt, str) or _is_token_ids(prompt) else prompt
-        if not items:
+        if not prompt:
             raise invalid("prompt is empty", "prompt")
+        items: list[Any] = [prompt] if isinstance(prompt, str) or type(prompt[0]) is int else prompt
         if len(items) > self._limits.max_batched_prompts:
             raise invalid(
                 f"prompt holds {len(items)} prompts; at most {self._limits.max_batched_prompts} are allowed", "prompt"
@@ -105,7 +105,10 @@ class PromptEncoder:
     async def _of_item(self, item: Any, add_special_tokens: bool) -> Prompt:
         if isinstance(item, str):
             return await self.of_text(item, add_special_tokens=add_special_tokens)
-        if _is_token_ids(item):
+        # The length first: what cannot be used is not worth looking through.
+        if isinstance(item, list):
+            check_length(len(item), 0, self._model, "prompt")
+        if isinstance(item, list) and all(type(token_id) is int for token_id in item):
             vocab_size = self._model.vocab_size
             wrong = next((token_id for token_id in item if not 0 <= token_id < vocab_size), None)
             if wrong is not None:
@@ -121,9 +124,8 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def check_prompt_length(prompt: Prompt, reserved: int, model: ModelCard, param: str) -> None:
-    """Refuse a prompt that is empty or leaves less than ``reserved`` tokens of the model's context."""
-    length = len(prompt.token_ids)
+def check_length(length: int, reserved: int, model: ModelCard, param: str) -> None:
+    """Refuse a prompt of ``length`` tokens that is empty or leaves less than ``reserved`` of the model's context."""
     if length == 0:
         raise invalid(f"{param} is empty: it has no tokens", param)
     if length + reserved > model.max_model_len:
@@ -133,11 +135,6 @@ def check_prompt_length(prompt: Prompt, reserved: int, model: ModelCard, param: 
             param,
             "context_length_exceeded",
         )
-
-
-def _is_token_ids(value: Any) -> bool:
-    """Whether this is a list of integers; ``bool`` is none. An empty list is an empty prompt."""
-    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _shortened(value: int) -> str:

@@ -111,11 +111,13 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the text's token ids; raise ``TextError`` for text that is not Unicode (a lone surrogate)."""
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike encode(), this lets other threads run; it leaves out the offsets, which nobody needs here.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise TextError("the text holds a lone surrogate, which is not a Unicode character") from None
         except Exception as error:  # the binding raises bare Exception, for example for a character without a token
             raise TextError(f"the text cannot be tokenized: {error}") from None
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -60,7 +60,7 @@ async def chat(server: "FakeServer", body: Body) -> AsyncIterator[str]:
                 "prompt_tokens": 5,
                 "completion_tokens": 3,
                 "crosskv": {
-                    "payload_bytes": payload,
+                    "payload_bytes": payload + server.excess_bytes,
                     "lower_bound_bytes": payload,
                     "unshared_bytes": 4 * server.unshared_bytes_per_token,
                     "transfer_ms": 1.0,

@@ -12,6 +12,7 @@ import torch
 from kernels.table import attention_backend
 from worker.checkpoint.checkpoint import open_checkpoint
 from worker.checkpoint.json_file import read_json_object
+from worker.dtype import DTYPES
 from worker.kv_cache.groups import KVCacheGroup, group_layers
 from worker.kv_cache.sharing import parse_sharing
 from worker.layers.attention import Attention
@@ -19,12 +20,6 @@ from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
 from worker.models.model import ModelContext
 from worker.models.registry import UnsupportedModel, build_model, longest_context, parse_config
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True)

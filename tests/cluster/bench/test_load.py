@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.bench.load import (
@@ -154,6 +154,7 @@ def test_nobody_listening_is_an_error_and_ends() -> None:
     assert record.error.startswith("ConnectError")
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=300))
 def test_percentiles_agree_with_the_standard_library(values: list[float]) -> None:
     distribution = Distribution.of(values)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.bench import transfer
@@ -140,6 +140,7 @@ def test_a_plan_that_measures_nothing_is_refused(change: dict[str, Any], named: 
         TransferPlan(**(plan | change))
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
     count=st.integers(1, 12),

@@ -118,7 +118,7 @@ async def test_echo_with_logprobs_describes_the_prompt(client, tokenizer: Tokeni
     text = "Hello you, brown fox"
     ids = tokenizer.encode(text)
     for extra in (0, 1):
-        engine = ScriptedEngine(always([5] * extra))
+        engine = ScriptedEngine(always(tokenizer.encode("!") * extra))
         body = {"prompt": [ids], "temperature": 0, "max_tokens": extra, "logprobs": 1, "seed": 1234, "echo": True}
         async with client(engine) as http:
             answer = (await http.post("/v1/completions", json=body)).json()
@@ -131,10 +131,23 @@ async def test_echo_with_logprobs_describes_the_prompt(client, tokenizer: Tokeni
         assert logprobs["top_logprobs"][0] is None
         assert all(len(values) == len(ids) + extra for values in logprobs.values())
         assert "".join(logprobs["tokens"][: len(ids)]) == text
-        for token, offset in zip(logprobs["tokens"][: len(ids)], logprobs["text_offset"], strict=False):
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset:].startswith(token)
         assert answer["usage"]["completion_tokens"] == extra
         assert choice["finish_reason"] == "length"
+
+
+async def test_logprobs_end_with_the_token_that_completed_a_stop_string(client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two STOP three")
+    until = len(tokenizer.encode("one two STOP"))
+    body = {"prompt": "a", "stop": "STOP", "logprobs": 0, "return_token_ids": True}
+    for per_message in (1, 3, 100):
+        async with client(ScriptedEngine(always(ids, per_message=per_message))) as http:
+            (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["text"] == "one two "
+        assert choice["token_ids"] == ids[:until]
+        assert choice["logprobs"]["tokens"] == [tokenizer.token_text(i) for i in ids[:until]]
+        assert choice["logprobs"]["token_logprobs"] == [-0.5 - i / 1024 for i in ids[:until]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -44,7 +44,11 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     families = list(text_string_to_metric_families(text))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
-    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    return {
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 async def test_metrics_of_replicas_are_shown_as_they_are(client) -> None:
@@ -53,7 +57,7 @@ async def test_metrics_of_replicas_are_shown_as_they_are(client) -> None:
         again = samples((await http.get("/metrics")).text)
     assert response.headers["content-type"].startswith("text/plain")
     values = samples(response.text)
-    d0 = ("decode", "d0")
+    d0 = ("d0", "decode")  # label values in the order of their names: replica, role, state
     assert values["crosskv_num_requests_running", *d0] == 3
     assert values["crosskv_num_requests_waiting", *d0] == 2
     assert values["crosskv_num_requests_receiving", *d0] == 1
@@ -65,7 +69,7 @@ async def test_metrics_of_replicas_are_shown_as_they_are(client) -> None:
     assert values["crosskv_kv_transfer_seconds_total", *d0] == 1.5
     assert values["crosskv_num_preemptions_total", *d0] == 4
     assert values["crosskv_prefix_cache_hits_total", *d0] == 9
-    assert values["crosskv_kv_transfer_payload_bytes_total", "prefill", "p0"] == 5
+    assert values["crosskv_kv_transfer_payload_bytes_total", "p0", "prefill"] == 5
     # Counters that live elsewhere are not counted again by looking at them.
     assert {k: v for k, v in again.items() if "p0" in k or "d0" in k} == {
         k: v for k, v in values.items() if "p0" in k or "d0" in k

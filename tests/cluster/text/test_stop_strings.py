@@ -1,7 +1,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.text.stop_strings import StopStringMatcher
@@ -21,7 +21,11 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str] | None:
     return None
 
 
+@settings(max_examples=500)
 @given(texts, stop_lists, st.lists(st.integers(0, 24)), st.booleans())
+@example("aab", ["ab", "b"], [1, 2], False)  # both end together, the longer one counts
+@example("aab", ["b", "ab"], [1, 2], False)
+@example("abaab", ["abab", "ba"], [], False)  # the one that begins later ends first
 def test_equals_a_search_of_the_whole_text_however_it_is_cut(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
