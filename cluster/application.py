@@ -107,6 +107,8 @@ class RunningCluster:
 @contextmanager
 def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[RunningCluster]:
     """Start (or join) Ray, deploy, yield the running cluster, and stop everything that was started here."""
+    # Serve reports each of its own steps on the driver; ours say the same.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
     _connect(config)
     try:
@@ -118,8 +120,6 @@ def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[Runni
         finally:
             cluster.undeploy()
     finally:
-        if config.ray_address is None:
-            serve.shutdown()
         ray.shutdown()
 
 

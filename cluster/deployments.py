@@ -37,7 +37,6 @@ class EngineSupervisor:
                 num_cpus=threads,
                 num_gpus=1 if config.device.startswith("cuda") else 0,
                 max_concurrency=8,
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=get_current_placement_group(), placement_group_bundle_index=1
                 ),

@@ -21,7 +21,7 @@ REQUEST_COST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A replica that could take a request. ``cost`` is in prompt tokens; ``room`` says whether its KV memory has any."""
+    """A replica that could take a request. ``cost`` is in prompt tokens; ``room``: whether KV memory is left."""
 
     name: str
     cost: float

@@ -1,7 +1,7 @@
 """Plain records that describe what a transfer is about: which layers own KV, how large a token is, which part moves.
 
-The worker translates its specs into a ``CacheLayout`` once, when an engine starts. Planning, checking and accounting need
-nothing else: no tensor, no model, no name of a model.
+The worker translates its specs into a ``CacheLayout`` once, when an engine starts. Planning, checking and accounting
+need nothing else: no tensor, no model, no name of a model.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class OwnerLayer:
 class CacheLayout:
     """Everything about a replica's KV that its peer must agree with. ``owners`` are in producing order.
 
-    ``sharing_digest`` stands for the map from sharing layers to targets. Block size and tensor-parallel size are absent:
-    they may differ.
+    ``sharing_digest`` stands for the map from sharing layers to targets. Block size and tensor-parallel size are
+    absent: they may differ.
     """
 
     fingerprint: str

@@ -17,8 +17,8 @@ def lower_bound(layout: CacheLayout, prompt_len: int, held: int) -> int:
 def plan_pieces(layout: CacheLayout, token_begin: int, token_end: int, max_piece_bytes: int) -> Iterator[Piece]:
     """Cut ``[token_begin, token_end)`` of all owners into pieces, in producing order.
 
-    As many consecutive layers as fit ``max_piece_bytes`` share a piece; a layer that alone is larger is cut by tokens. A
-    piece holds at least one token of one layer, however small the limit.
+    As many consecutive layers as fit ``max_piece_bytes`` share a piece; a layer that alone is larger is cut by tokens.
+    A piece holds at least one token of one layer, however small the limit.
     """
     if token_begin >= token_end:
         return

@@ -105,7 +105,7 @@ class PrefillPeer:
         deliver: Callable[[TransferEvent], None],
         timeout: float,
     ) -> Transfer:
-        """Start a transfer. Events come in order, the last is a ``TransferEnded``; none comes after ``cancel`` matters."""
+        """Start a transfer. Events come in order; the last is a ``TransferEnded``, whatever happens."""
         call = self._prefill(request.SerializeToString(), timeout=timeout)
         transfer = Transfer(call, self._staging)
         self._threads.submit(self._read, call, transfer, request.request_id, request.epoch, deliver)

@@ -1,4 +1,4 @@
-"""What one engine is told before it starts: an ``EngineConfig`` is built by the cluster and never changes afterwards."""
+"""What one engine is told before it starts. The cluster builds an ``EngineConfig``; it never changes afterwards."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum

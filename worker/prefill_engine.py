@@ -1,7 +1,7 @@
 """The prefill engine: computes prompts for decode replicas and sends each chunk's KV as soon as it is complete.
 
-Built once per replica, then driven by its loop's thread. A job arrives with the call that will carry its KV; it ends when
-the last piece is queued, or when the call is gone. Nothing is sampled here and no logits are computed.
+Built once per replica, then driven by its loop's thread. A job arrives with the call that will carry its KV; it ends
+when the last piece is queued, or when the call is gone. Nothing is sampled here and no logits are computed.
 """
 
 import logging
@@ -14,12 +14,12 @@ from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.plan import plan_pieces
 from kv_transfer.prefill_server import PrefillJob
 from worker.config import EngineConfig
+from worker.events import CacheCleared, StatusWanted
 from worker.kv_cache.manager import KVCacheManager
 from worker.model_runner import ModelRunner
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence
-from worker.events import StatusWanted, CacheCleared
 from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)

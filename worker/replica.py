@@ -1,7 +1,7 @@
 """One replica's engine with everything around it, in one process: model, loop, and the servers that others reach.
 
-Made by the actor that carries a replica, ready when the constructor returns, ended by ``stop``. It knows nothing of Ray:
-tests make it in plain processes.
+Made by the actor that carries a replica, ready when the constructor returns, ended by ``stop``. It knows nothing of
+Ray: tests make it in plain processes.
 """
 
 import logging

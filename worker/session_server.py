@@ -72,7 +72,7 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
         self._deliver = deliver
         self._numbers = itertools.count()
 
-    async def Session(
+    async def Session(  # noqa: N802 (the contract's name)
         self, request_iterator: AsyncIterator[wire.ClientMessage], context: _Context
     ) -> AsyncIterator[wire.EngineMessage]:
         del context
@@ -97,7 +97,7 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
         finally:
             client.close()
 
-    async def Status(self, request: wire.StatusRequest, context: _Context) -> wire.StatusReply:
+    async def Status(self, request: wire.StatusRequest, context: _Context) -> wire.StatusReply:  # noqa: N802
         del request, context
         loop = asyncio.get_running_loop()
         future: asyncio.Future[wire.StatusReply] = loop.create_future()

@@ -23,8 +23,8 @@ MAX_GATHERED_ELEMENTS = 16 << 20
 class DecodeBatch:
     """Sequences of similar length with one query row each.
 
-    ``rows`` int64 ``[batch]`` or None when they are rows ``[0, batch)``; ``runs`` int64, flat, the pages' runs; ``mask``
-    float32 ``[batch, 1, 1, tokens]``, 0 where visible and -inf elsewhere, or None when every slot is visible.
+    ``rows`` int64 ``[batch]`` or None when they are rows ``[0, batch)``; ``runs`` int64, flat, the pages' runs;
+    ``mask`` float32 ``[batch, 1, 1, tokens]``, 0 where visible and -inf elsewhere, or None when all slots are visible.
     """
 
     batch: int

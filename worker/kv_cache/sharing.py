@@ -66,7 +66,7 @@ class AfterLayer:
                 f"--kv-sharing after:{self.layer}: the model has attention layers 0 to {len(names) - 1}; "
                 f"use a smaller index"
             )
-        return {name: names[self.layer] for name in names[self.layer + 1 :]}
+        return dict.fromkeys(names[self.layer + 1 :], names[self.layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,13 @@ def parse_sharing(text: str) -> SharingRule:
             return AfterLayer(_natural(text, number, minimum=0))
     if text.lstrip().startswith("{"):
         return _explicit("--kv-sharing", text)
-    path = Path(text)
-    if not path.is_file():
+    try:
+        content = Path(text).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError) as error:
         raise SharingError(
-            f"--kv-sharing {text!r} is neither 'model', 'none', 'every:N', 'after:N' nor an existing JSON file"
-        )
-    return _explicit(text, path.read_text(encoding="utf-8", errors="replace"))
+            f"--kv-sharing {text!r} is neither 'model', 'none', 'every:N', 'after:N' nor a JSON file that can be read"
+        ) from error
+    return _explicit(text, content)
 
 
 def _natural(text: str, number: str, minimum: int) -> int:
@@ -124,7 +125,7 @@ def _natural(text: str, number: str, minimum: int) -> int:
 def _explicit(source: str, text: str) -> ExplicitMap:
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise SharingError(f"{source} is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(target, str) for target in content.values()):
         raise SharingError(f"{source} must be a JSON object from layer names to target layer names")

@@ -1,7 +1,7 @@
 """How a layer says which checkpoint tensors it wants, and where each goes.
 
-Layers allocate their (often fused) weights when the model is built; loading then copies every checkpoint tensor straight
-into its part of them. ``Slot`` is that pair; the loader consumes the slots of a whole model.
+Layers allocate their (often fused) weights when the model is built; loading then copies every checkpoint tensor
+straight into its part of them. ``Slot`` is that pair; the loader consumes the slots of a whole model.
 """
 
 from dataclasses import dataclass

@@ -15,6 +15,7 @@ from tests.tiny_checkpoints import write_tiny
 
 # So small that concurrent requests preempt each other.
 KV_CACHE_MEMORY = "768KiB"
+STATES = ("running", "waiting", "receiving")
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,7 @@ class Serving:
         """Every request is gone and every block is free or cached, on every replica."""
         statuses = self.wait_for(
             lambda all_: all(
-                s["held_blocks"] == 0
-                and not (s["load"]["running_requests"] or s["load"]["waiting_requests"] or s["load"]["receiving_requests"])
-                for s in all_
+                s["held_blocks"] == 0 and not any(s["load"][f"{state}_requests"] for state in STATES) for s in all_
             ),
             10.0,
             "idle",
@@ -84,4 +83,3 @@ def conservation(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "serving" in request.fixturenames:
         request.getfixturevalue("serving").wait_until_idle()
-

@@ -99,7 +99,8 @@ def test_many_at_once_some_cancelled(serving: Serving) -> None:
     for index, text in alone.items():
         assert together[index] == text, f"request {index} of {len(asked[index])} tokens"
     serving.wait_until_idle()
-    assert sum(status["counters"]["requests_aborted"] for status in serving.statuses() if status["role"] == "decode") > 0
+    decode = [status for status in serving.statuses() if status["role"] == "decode"]
+    assert sum(status["counters"]["requests_aborted"] for status in decode) > 0
 
 
 def test_choices_are_seeded(serving: Serving) -> None:
@@ -114,7 +115,8 @@ def test_choices_are_seeded(serving: Serving) -> None:
 def test_refusals_leave_others_alone(serving: Serving) -> None:
     good = prompts(1, 50, seed=15)[0]
     before = complete(serving, good)["choices"][0]["text"]
-    for wrong in ({"prompt": [VOCAB]}, {"prompt": [5] * 5000}, {"n": 10_000}, {"top_p": 0}, {"logit_bias": {"9999": 1}}):
+    wrongs = ({"prompt": [VOCAB]}, {"prompt": [5] * 5000}, {"n": 10_000}, {"top_p": 0}, {"logit_bias": {"9999": 1}})
+    for wrong in wrongs:
         response = httpx.post(f"{serving.base_url}/v1/completions", json=body(good) | wrong, timeout=30)
         assert response.status_code == 400, response.text
         assert response.json()["error"]["message"]

@@ -1,0 +1,71 @@
+# make demo, make serve, make test: each builds .venv first if it is missing or out of date.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/installed
+MODEL ?= smollm2
+GENERATED := build/proto
+PROTOC := $(PY) -m grpc_tools.protoc
+
+.PHONY: help demo serve test lint proto check-proto clean
+
+help:
+	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
+	@echo "make serve        leave a server up (MODEL=$(MODEL); settings from CROSSKV_* variables)"
+	@echo "make test         linters, types, generated stubs, tests"
+	@echo "make lint         only linters and types"
+	@echo "make proto        generate the stubs anew from proto/"
+	@echo "make clean        remove .venv and everything generated"
+
+demo: $(STAMP)
+	$(PY) -m cluster.cli demo
+
+serve: $(STAMP)
+	$(PY) -m cluster.cli serve $(MODEL)
+
+test: lint check-proto
+	$(PY) -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+proto: $(STAMP)
+	$(call generate,.)
+
+check-proto: $(STAMP)
+	@rm -rf $(GENERATED) && mkdir -p $(GENERATED)
+	$(call generate,$(GENERATED))
+	@for stub in $$(cd $(GENERATED) && find . -type f); do \
+	  diff -u "$$stub" "$(GENERATED)/$$stub" || { echo "$$stub is not what proto/ says: run make proto"; exit 1; }; \
+	done
+
+# Stubs lie in the package that speaks the contract, and import each other by that package's name.
+define generate
+	$(PROTOC) -I worker/wire=proto worker/wire/engine.proto --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1)
+	$(PROTOC) -I kv_transfer/wire=proto kv_transfer/wire/kv_transfer.proto --python_out=$(1) --pyi_out=$(1)
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	@found=; for python in python3.11 python3.12 python3.13 python3; do \
+	  if command -v $$python >/dev/null && \
+	     $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "crosskv needs Python 3.11 or newer with its venv module, as python3.11, python3.12, python3.13 or python3."; \
+	  echo "Debian, Ubuntu: apt-get install python3 python3-venv.  macOS: brew install python@3.12"; \
+	  exit 1; \
+	fi; \
+	test -x $(PY) || { echo "creating $(VENV) with $$found"; $$found -m venv $(VENV); }
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build bench-results *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
