@@ -8,12 +8,9 @@ that request.
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
-from kv_transfer.ledger import Ledger, UnexpectedPiece
-from kv_transfer.manifest import Manifest
 from kv_transfer.plan import lower_bound
 from kv_transfer.prefill_peer import PieceArrived, TransferEnded
 from kv_transfer.staging import StagingBudget
@@ -27,9 +24,10 @@ from worker.events import (
     StatusWanted,
     Submitted,
 )
+from worker.incoming_transfers import IncomingTransfers
 from worker.kv_cache.manager import KVCacheManager
 from worker.model_runner import ModelRunner
-from worker.prefill_connector import OpenTransfer, PrefillConnector
+from worker.prefill_connector import PrefillConnector
 from worker.request import Client, Request, RequestLimits, make_sequence, request_id_of
 from worker.sampler import TokenLogprobs, sample, token_logprobs
 from worker.sampling_params import InvalidRequest
@@ -48,17 +46,6 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A transfer under way."""
-
-    sequence: Sequence
-    manifest: Manifest
-    ledger: Ledger
-    opened: OpenTransfer
-    started: float
-
-
 class DecodeEngine:
     """See the module."""
 
@@ -73,8 +60,10 @@ class DecodeEngine:
         self._config = config
         self._runner = runner
         self._replica_id = replica_id
-        self._connector = connector
-        self._staging = staging
+        self.counters = wire.Counters()
+        self._transfers = (
+            IncomingTransfers(runner, connector, staging, self.counters) if connector is not None else None
+        )
         self._cache = KVCacheManager(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
         self._limits = RequestLimits(
@@ -85,17 +74,16 @@ class DecodeEngine:
             eos_token_ids=runner.eos_token_ids,
         )
         self._requests: dict[RequestId, Request] = {}
-        self._incoming: dict[RequestId, Incoming] = {}
         self._clients: dict[str, Client] = {}
         self._outbox: defaultdict[str, list[wire.Output]] = defaultdict(list)
         self._load_sent = 0.0
-        self.counters = wire.Counters()
 
     def handle(self, event: DecodeEvent, now: float) -> None:
         """Take one event from outside."""
         match event:
             case PieceArrived():
-                self._take_piece(event)
+                assert self._transfers is not None
+                self._transfers.take(event)
             case TransferEnded():
                 self._end_transfer(event, now)
             case Submitted():
@@ -118,10 +106,11 @@ class DecodeEngine:
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
         self._expire(now)
-        credit = self._connector.credit(now) if self._connector is not None else NO_PREFILL
+        credit = self._transfers.credit(now) if self._transfers is not None else NO_PREFILL
         plan = self._scheduler.schedule(now, credit)
         for sequence in plan.transfers:
-            self._start_transfer(sequence, now)
+            if self._transfers is None or not self._transfers.start(sequence, now):
+                self._scheduler.transfer_refused(sequence)
         if plan.rows:
             try:
                 self._compute(plan, now)
@@ -150,7 +139,7 @@ class DecodeEngine:
             cached_blocks=counts.cached,
             total_blocks=counts.total,
             outstanding_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
-            prefill_peers=self._connector.peers if self._connector is not None else 0,
+            prefill_peers=self._transfers.peers if self._transfers is not None else 0,
         )
 
     def status(self) -> wire.StatusReply:
@@ -159,7 +148,6 @@ class DecodeEngine:
         self.counters.local_prefills = self._scheduler.local_prefills
         self.counters.prefix_queries = self._scheduler.prefix_queries
         self.counters.prefix_hits = self._scheduler.prefix_hits
-        connector = self._connector
         return wire.StatusReply(
             role=self._config.role.value,
             replica_id=self._replica_id,
@@ -169,7 +157,7 @@ class DecodeEngine:
             block_size=self._config.block_size,
             owner_layers=len(self._runner.layout.owners),
             total_layers=len(self._runner.layout.owners) + self._runner.layout.sharing_layers,
-            prefill_error=connector.last_error if connector is not None else "",
+            prefill_error=self._transfers.last_error if self._transfers is not None else "",
         )
 
     def stop(self, now: float) -> None:
@@ -177,8 +165,8 @@ class DecodeEngine:
         for name in list(self._requests):
             self._fail(name, wire.ERROR_KIND_UNAVAILABLE, "the replica is shutting down")
         self._flush(now)
-        if self._connector is not None:
-            self._connector.close()
+        if self._transfers is not None:
+            self._transfers.close()
 
     # Requests
 
@@ -221,11 +209,8 @@ class DecodeEngine:
 
     def _drop(self, name: RequestId, now: float) -> Request | None:
         """Forget a request and everything that it holds, here and at its prefill replica."""
-        incoming = self._incoming.pop(name, None)
-        if incoming is not None:
-            incoming.opened.transfer.cancel()
-            assert self._connector is not None
-            self._connector.closed(incoming.opened, now, failed=False, busy=False)
+        if self._transfers is not None:
+            self._transfers.cancel(name, now)
         self._scheduler.finish(self._scheduler.of_request(name))
         return self._requests.pop(name, None)
 
@@ -239,63 +224,22 @@ class DecodeEngine:
 
     # Transfers
 
-    def _start_transfer(self, sequence: Sequence, now: float) -> None:
-        assert self._connector is not None
-        manifest = Manifest(
-            request_id=sequence.request_id,
-            epoch=sequence.epoch,
-            held=sequence.computed,
-            end=len(sequence.tokens) - 1,
-            blocks=tuple(sequence.blocks),
-            deadline=sequence.deadline,
-            layout=self._runner.layout,
-        )
-        opened = self._connector.open(sequence, manifest, now)
-        if opened is None:
-            self._scheduler.transfer_refused(sequence)
-            return
-        self._incoming[sequence.request_id] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
-
-    def _take_piece(self, event: PieceArrived) -> None:
-        frame = event.frame
-        try:
-            incoming = self._incoming.get(RequestId(event.request_id))
-            if incoming is None or incoming.manifest.epoch != frame.epoch:
-                self.counters.stale_pieces += 1
-                return
-            try:
-                incoming.ledger.check(frame.piece, frame.payload.nbytes)
-            except UnexpectedPiece as error:
-                log.error("%s from %s: %s", event.request_id, incoming.opened.incarnation, error)
-                incoming.opened.transfer.cancel()
-                return
-            self._runner.write_piece(frame.piece, incoming.sequence.block_table(), frame.payload)
-            incoming.ledger.record(frame.piece)
-            self.counters.payload_bytes += frame.payload.nbytes
-        finally:
-            self._staging.give_back(frame.payload.nbytes)
-
     def _end_transfer(self, event: TransferEnded, now: float) -> None:
-        incoming = self._incoming.get(RequestId(event.request_id))
-        if incoming is None or incoming.manifest.epoch != event.epoch:
+        assert self._transfers is not None
+        incoming = self._transfers.end(event, now)
+        if incoming is None:
             return
-        del self._incoming[incoming.sequence.request_id]
-        assert self._connector is not None
-        complete = event.end is not None and incoming.ledger.complete
-        self._connector.closed(incoming.opened, now, failed=not complete and not event.busy, busy=event.busy)
         sequence = incoming.sequence
         report = self._requests[sequence.request_id].transfer
-        if not complete:
+        if event.end is None or not incoming.ledger.complete:
             report.retransmitted_bytes += incoming.ledger.received_bytes
             self.counters.retransmitted_bytes += incoming.ledger.received_bytes
             if event.busy:
                 self._scheduler.transfer_refused(sequence)
             else:
-                log.warning("transfer of %s failed: %s", sequence.request_id, event.error)
                 self.counters.transfers_failed += 1
                 self._scheduler.transfer_failed(sequence)
             return
-        assert event.end is not None
         layout = self._runner.layout
         lacking = incoming.manifest.end - incoming.manifest.held
         bound = lower_bound(layout, len(sequence.tokens), incoming.manifest.held)

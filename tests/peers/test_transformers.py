@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class Zoo:
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return Zoo(tmp_path_factory.mktemp("zoo"))
 
 
@@ -123,3 +123,14 @@ def test_disaggregated(zoo: Zoo, engine_processes: EngineProcesses, architecture
         assert received.transfers == len(PROMPT_LENGTHS)
         assert received.local_prefills == received.transfers_failed == received.stale_pieces == 0
         assert received.unshared_bytes == sum(payload_of(length, "none") for length in PROMPT_LENGTHS)
+
+
+@pytest.mark.parametrize(("prefill_block", "decode_block"), [(16, 32), (64, 16), (8, 24)])
+def test_block_sizes_may_differ(
+    zoo: Zoo, engine_processes: EngineProcesses, prefill_block: int, decode_block: int
+) -> None:
+    config = replace(zoo.config("qwen3", "every:2"), block_size=decode_block)
+    with disaggregated(engine_processes.first, engine_processes.second, config, block_size=prefill_block) as pair:
+        payloads = require_equal_answers(pair.decode, zoo.generations("qwen3", "every:2"))
+        assert payloads == [payload_of(length, "every:2") for length in PROMPT_LENGTHS]
+        assert (pair.prefill.status().block_size, pair.decode.status().block_size) == (prefill_block, decode_block)

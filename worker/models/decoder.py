@@ -5,6 +5,7 @@ Llama, Mistral, Qwen2 and Qwen3 are this class; their files say only how they di
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from transformers import PretrainedConfig
@@ -39,6 +40,22 @@ class DecoderShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, *, head_dim: int, **switches: bool) -> Self:
+        """The sizes that every plain decoder's configuration has, and what an architecture adds to them."""
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            norm_epsilon=config.rms_norm_eps,
+            tied_embeddings=config.tie_word_embeddings,
+            **switches,
+        )
 
 
 class DecoderLayer:

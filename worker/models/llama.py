@@ -11,16 +11,9 @@ class Llama(Decoder):
     @staticmethod
     def shape_of(config: PretrainedConfig) -> DecoderShape:
         """Biases as the configuration says."""
-        return DecoderShape(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+        return DecoderShape.of(
+            config,
             head_dim=config.head_dim,
-            norm_epsilon=config.rms_norm_eps,
-            tied_embeddings=config.tie_word_embeddings,
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
             mlp_bias=config.mlp_bias,

@@ -100,10 +100,11 @@ class ManagerMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, tokens: list[int]) -> None:
         sequence = data.draw(st.sampled_from(self.live))
         needed = max(0, -(-(len(sequence.tokens) + len(tokens)) // self.block_size) - len(sequence.blocks))
+        room = self.num_blocks - len(self._held())
         old, before = list(sequence.blocks), self.cache.counts()
         sequence.tokens += tokens
         grown = self.cache.grow(sequence)
-        assert grown == (needed <= self.num_blocks - len(self._held()) or needed == 0)
+        assert grown == (needed <= room)
         if grown:
             assert sequence.blocks[: len(old)] == old
             assert len(sequence.blocks) == len(old) + needed

@@ -1,0 +1,281 @@
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.worker.scheduler_simulation import ANY_NUMBER, EOS, SchedulerSimulation, next_token
+from worker.config import Role
+from worker.sampling_params import SamplingParams
+from worker.scheduler import MAX_TRANSFER_ATTEMPTS, NO_PREFILL, PrefillCredit
+from worker.sequence import SequenceState
+
+ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Anything may happen to an engine at any time; the simulation checks every step, and in the end every answer."""
+
+    role: ClassVar[Role]
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        seats = data.draw(st.integers(1, 5), "seats")
+        self.engine = SchedulerSimulation(
+            self.role,
+            num_blocks=data.draw(st.integers(3, 10), "blocks"),
+            block_size=data.draw(st.integers(1, 3), "block size"),
+            max_batched_tokens=data.draw(st.integers(1, 9), "token budget"),
+            max_running_requests=seats,
+            local_prefill_threshold=data.draw(st.sampled_from([0, 0, 2]), "threshold"),
+            prefix_caching=data.draw(st.booleans(), "prefix caching"),
+        )
+        self.seats = seats
+
+    @rule(data=st.data(), salt=st.sampled_from(["", "", "", "tenant"]))
+    def ask(self, data: st.DataObject, salt: str) -> None:
+        longest = min(12, self.engine.max_model_len - 1)
+        prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest), "prompt")
+        choices = 1 if self.role is Role.PREFILL else data.draw(st.integers(1, min(3, self.seats)), "choices")
+        logprobs = None if self.role is Role.PREFILL else data.draw(st.sampled_from([None, None, None, 0]), "logprobs")
+        max_tokens = data.draw(st.integers(1 if logprobs is None else 0, 9), "max_tokens")
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=data.draw(st.integers(0, max_tokens), "min_tokens"),
+            ignore_eos=data.draw(st.booleans(), "ignore_eos"),
+            prompt_logprobs=logprobs,
+        )
+        self.engine.ask(prompt, sampling, choices=choices, salt=salt)
+
+    @rule(data=st.data(), streams=st.integers(0, 2), reachable=st.booleans())
+    def step(self, data: st.DataObject, streams: int, reachable: bool) -> None:
+        names = [sequence.request_id for sequence in self.engine.scheduler.live()]
+        some = st.sets(st.sampled_from(names)) if names else st.just(set())
+        paused = data.draw(some, "paused") if self.role is Role.PREFILL else set()
+        refuse = data.draw(some, "refused") if self.role is Role.DECODE else set()
+        self.engine.step(PrefillCredit(reachable, streams if reachable else 0), paused, refuse)
+
+    @precondition(lambda self: not self.engine.scheduler.idle)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = list(self.engine.scheduler.live())
+        self.engine.abort(live[data.draw(st.integers(0, len(live) - 1), "which")].request_id)
+        self.engine.check()
+
+    @precondition(lambda self: self.engine.scheduler.receiving)
+    @rule(data=st.data(), end=st.sampled_from(["complete", "complete", "fail", "busy"]), received=st.integers(0, 6))
+    def end_transfer(self, data: st.DataObject, end: str, received: int) -> None:
+        receiving = self.engine.scheduler.receiving
+        sequence = receiving[data.draw(st.integers(0, len(receiving) - 1), "which")]
+        if end == "complete":
+            self.engine.complete_transfer(sequence)
+        else:
+            self.engine.fail_transfer(sequence, received=received, busy=end == "busy")
+        self.engine.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.settle()
+
+
+class _Colocated(SchedulerMachine):
+    role = Role.COLOCATED
+
+
+class _Decode(SchedulerMachine):
+    role = Role.DECODE
+
+
+class _Prefill(SchedulerMachine):
+    role = Role.PREFILL
+
+
+TestColocated = _Colocated.TestCase
+TestDecode = _Decode.TestCase
+TestPrefill = _Prefill.TestCase
+TestColocated.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestDecode.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
+TestPrefill.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+def test_a_prompt_is_computed_in_chunks_that_leave_room_for_decodes() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=32, block_size=4, max_batched_tokens=8)
+    engine.ask([1, 2], ENDLESS)
+    engine.step()
+    engine.ask(list(range(20)), ENDLESS)
+    chunks = [[(row.first, row.rows) for row in engine.step().rows] for _ in range(4)]
+    assert chunks == [[(2, 1), (0, 7)], [(3, 1), (7, 7)], [(4, 1), (14, 6)], [(5, 1), (20, 1)]]
+
+
+def test_the_last_to_be_admitted_is_preempted_and_comes_back_first() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=4, block_size=2, prefix_caching=False)
+    first, second = (engine.ask([token] * 3, SamplingParams(max_tokens=5, ignore_eos=True)) for token in (0, 1))
+    third = engine.ask([2] * 3, SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    assert [s.request_id for s in engine.scheduler.running] == [first, second]
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert [s.request_id for s in engine.scheduler.running] == [first]
+    assert [s.request_id for s in engine.scheduler.waiting] == [second, third]
+    assert engine.scheduler.waiting[0].generated > 0
+    engine.settle()
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+    # Room for the two answers one after the other, not side by side; blocks of the preempted one survive in the cache.
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=8, block_size=2)
+    engine.ask([0] * 3, SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.ask([1] * 5, SamplingParams(max_tokens=7, ignore_eos=True))
+    engine.settle()
+    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.prefix_hits > 0
+
+
+@pytest.mark.parametrize("prompt_len", [4, 5])
+def test_choices_share_their_prompts_full_blocks(prompt_len: int) -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=16, block_size=4)
+    engine.ask([1] * prompt_len, SamplingParams(max_tokens=3, ignore_eos=True), choices=3)
+    engine.step()
+    assert engine.cache.counts().held == 1 + 3
+    first = engine.step()
+    assert [(row.first, row.rows) for row in first.rows] == [(prompt_len, 1)] * 3
+    engine.settle()
+
+
+def test_choices_without_room_are_computed_later() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=3, block_size=2, prefix_caching=False)
+    engine.ask([1, 1, 1], SamplingParams(max_tokens=3, ignore_eos=True), choices=3)
+    engine.step()
+    assert [s.choice for s in engine.scheduler.waiting] == [2]
+    engine.settle()
+
+
+def test_a_failed_transfer_leaves_nothing_in_the_prefix_cache() -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=8, block_size=2)
+    engine.ask([1] * 7)
+    engine.step(ANY_NUMBER)
+    (sequence,) = engine.scheduler.receiving
+    engine.fail_transfer(sequence, received=5)
+    assert engine.cache.counts().cached == 0
+    engine.settle()
+
+
+def test_after_too_many_failures_the_prompt_is_computed_here() -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=8, block_size=2)
+    name = engine.ask([1] * 5, SamplingParams(max_tokens=2, ignore_eos=True))
+    for attempt in range(MAX_TRANSFER_ATTEMPTS):
+        # A peer that is only busy does not use up an attempt.
+        for busy in (True, True, False):
+            engine.step(ANY_NUMBER)
+            (sequence,) = engine.scheduler.receiving
+            assert sequence.transfer_attempts == attempt
+            engine.fail_transfer(sequence, received=2, busy=busy)
+    plan = engine.step(ANY_NUMBER)
+    assert not plan.transfers
+    assert [row.rows for row in plan.rows] == [5]
+    engine.settle()
+    assert engine.requests[name].answers == {0: [next_token(name, 0, 5), next_token(name, 0, 6)]}
+
+
+def test_without_credit_a_prompt_waits_and_holds_nothing() -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=8, block_size=2)
+    engine.ask([1] * 5)
+    engine.ask([0] * 5)
+    assert not engine.step(PrefillCredit(reachable=True, streams=0)).admitted
+    assert engine.cache.counts().held == 0
+    assert len(engine.step(PrefillCredit(reachable=True, streams=1)).transfers) == 1
+    # No replica at all: better slow than never.
+    assert [row.rows for row in engine.step(NO_PREFILL).rows] == [5]
+    engine.settle()
+
+
+@pytest.mark.parametrize(("prompt_len", "transferred"), [(1, False), (2, False), (4, False), (5, True)])
+def test_short_suffixes_are_computed_here(prompt_len: int, transferred: bool) -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=8, block_size=2, local_prefill_threshold=3)
+    engine.ask([1] * prompt_len)
+    assert bool(engine.step(ANY_NUMBER).transfers) == transferred
+    engine.settle()
+
+
+def test_a_prefix_that_is_held_is_not_transferred_again() -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=16, block_size=2)
+    engine.ask([1] * 7)
+    engine.settle()
+    engine.ask([1] * 7)
+    plan = engine.step(ANY_NUMBER)
+    assert not plan.transfers  # six of seven are held, the seventh is a decode step
+    engine.ask([1] * 9)
+    (sequence,) = engine.step(ANY_NUMBER).transfers
+    assert (sequence.computed, len(sequence.tokens) - 1) == (6, 8)
+    engine.settle()
+
+
+def test_a_prefill_replica_computes_every_token_that_it_was_given_and_no_logits() -> None:
+    engine = SchedulerSimulation(Role.PREFILL, num_blocks=8, block_size=2, max_batched_tokens=3)
+    engine.ask([1] * 5)
+    assert [[(row.rows, row.logit_rows) for row in engine.step().rows] for _ in range(2)] == [[(3, 0)], [(2, 0)]]
+    engine.ask([1] * 4)
+    plan = engine.step()
+    # The whole prompt is cached: it is admitted only to be sent.
+    assert not plan.rows
+    assert [sequence.cached_tokens for sequence in plan.admitted] == [4]
+    engine.settle()
+
+
+def test_a_paused_prompt_lets_others_pass() -> None:
+    engine = SchedulerSimulation(Role.PREFILL, num_blocks=16, block_size=2, max_batched_tokens=4)
+    slow, other = engine.ask([0] * 9), engine.ask([1] * 9)
+    engine.step()
+    assert [row.sequence.request_id for row in engine.step(paused={slow}).rows] == [other]
+    engine.settle()
+
+
+def test_min_tokens_only_delays_the_end() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=32, block_size=4)
+    names = [engine.ask([1], SamplingParams(max_tokens=40, min_tokens=minimum)) for minimum in (0, 10)]
+    engine.settle()
+    short, long = (engine.requests[name].answers[0] for name in names)
+    assert short[-1] == long[-1] == EOS
+    assert EOS not in short[:-1]
+    assert EOS not in long[9:-1]
+    assert len(long) >= 10
+
+
+def test_an_answer_ends_where_the_model_does() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=3, block_size=4)
+    name = engine.ask([1] * 4, ENDLESS)
+    engine.settle()
+    assert len(engine.requests[name].answers[0]) == 12 - 4
+
+
+def test_expired_and_aborted_sequences_hold_nothing_at_once() -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=12, block_size=2, max_running_requests=2)
+    running = engine.ask([1], ENDLESS)
+    engine.step(ANY_NUMBER)
+    receiving = engine.ask([0] * 5)
+    engine.step(ANY_NUMBER)
+    waiting = engine.ask([1] * 5)
+    engine.step(ANY_NUMBER)
+    by_name = {sequence.request_id: sequence for sequence in engine.scheduler.live()}
+    assert [by_name[name].state for name in (running, receiving, waiting)] == [
+        SequenceState.RUNNING,
+        SequenceState.RECEIVING,
+        SequenceState.WAITING,
+    ]
+    assert engine.scheduler.expired(999.0) == []
+    assert {s.request_id for s in engine.scheduler.expired(1000.0)} == {running}
+    assert {s.request_id for s in engine.scheduler.expired(1002.0)} == set(by_name)
+    for name in by_name:
+        engine.abort(name)
+    assert engine.scheduler.idle
+    assert engine.cache.counts().held == 0
+    assert {sequence.state for sequence in by_name.values()} == {SequenceState.FINISHED}
+
+
+def test_the_queue_says_when_it_is_full() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=4, block_size=2)
+    assert not engine.scheduler.full
+    for _ in range(engine.config.max_waiting_requests):
+        engine.ask([1])
+    assert engine.scheduler.full

@@ -1,0 +1,118 @@
+"""A decode engine's transfers under way: reservations, ledgers, and the pieces that arrive for them.
+
+One per decode engine, used on its thread only. A transfer begins when the scheduler has admitted a sequence for it, and
+ends complete, failed, or cancelled with its request; pages are written only between those two moments.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from kv_transfer.ledger import Ledger, UnexpectedPiece
+from kv_transfer.manifest import Manifest
+from kv_transfer.prefill_peer import PieceArrived, TransferEnded
+from kv_transfer.staging import StagingBudget
+from worker.model_runner import ModelRunner
+from worker.prefill_connector import OpenTransfer, PrefillConnector
+from worker.scheduler import PrefillCredit
+from worker.sequence import RequestId, Sequence
+from worker.wire import engine_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One transfer. ``started`` is in the engine's clock, seconds."""
+
+    sequence: Sequence
+    manifest: Manifest
+    ledger: Ledger
+    opened: OpenTransfer
+    started: float
+
+
+class IncomingTransfers:
+    """See the module. ``counters`` are the engine's."""
+
+    def __init__(
+        self, runner: ModelRunner, connector: PrefillConnector, staging: StagingBudget, counters: wire.Counters
+    ) -> None:
+        self._runner = runner
+        self._connector = connector
+        self._staging = staging
+        self._counters = counters
+        self._live: dict[RequestId, Incoming] = {}
+
+    @property
+    def peers(self) -> int:
+        """Prefill replicas that can be used."""
+        return self._connector.peers
+
+    @property
+    def last_error(self) -> str:
+        """Why a prefill replica that exists cannot be used, if one cannot."""
+        return self._connector.last_error
+
+    def credit(self, now: float) -> PrefillCredit:
+        """What the prefill side offers."""
+        return self._connector.credit(now)
+
+    def start(self, sequence: Sequence, now: float) -> bool:
+        """Ask for a receiving sequence's KV; False when no prefill replica can take it after all."""
+        manifest = Manifest(
+            request_id=sequence.request_id,
+            epoch=sequence.epoch,
+            held=sequence.computed,
+            end=len(sequence.tokens) - 1,
+            blocks=tuple(sequence.blocks),
+            deadline=sequence.deadline,
+            layout=self._runner.layout,
+        )
+        opened = self._connector.open(sequence, manifest, now)
+        if opened is None:
+            return False
+        self._live[sequence.request_id] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
+        return True
+
+    def take(self, event: PieceArrived) -> None:
+        """Check a piece and write it; whatever no live manifest covers is dropped."""
+        frame = event.frame
+        try:
+            incoming = self._live.get(RequestId(event.request_id))
+            if incoming is None or incoming.manifest.epoch != frame.epoch:
+                self._counters.stale_pieces += 1
+                return
+            try:
+                incoming.ledger.check(frame.piece, frame.payload.nbytes)
+            except UnexpectedPiece as error:
+                log.error("%s from %s: %s", event.request_id, incoming.opened.incarnation, error)
+                incoming.opened.transfer.cancel()
+                return
+            self._runner.write_piece(frame.piece, incoming.sequence.block_table(), frame.payload)
+            incoming.ledger.record(frame.piece)
+            self._counters.payload_bytes += frame.payload.nbytes
+        finally:
+            self._staging.give_back(frame.payload.nbytes)
+
+    def end(self, event: TransferEnded, now: float) -> Incoming | None:
+        """A stream is over; returns its transfer, complete or not, or None for one that was cancelled before."""
+        incoming = self._live.get(RequestId(event.request_id))
+        if incoming is None or incoming.manifest.epoch != event.epoch:
+            return None
+        del self._live[incoming.sequence.request_id]
+        complete = event.end is not None and incoming.ledger.complete
+        self._connector.closed(incoming.opened, now, failed=not complete and not event.busy, busy=event.busy)
+        if not complete and not event.busy:
+            log.warning("transfer of %s failed: %s", event.request_id, event.error)
+        return incoming
+
+    def cancel(self, name: RequestId, now: float) -> None:
+        """The request is gone; its prefill replica is told, and late pieces will be dropped."""
+        incoming = self._live.pop(name, None)
+        if incoming is not None:
+            incoming.opened.transfer.cancel()
+            self._connector.closed(incoming.opened, now, failed=False, busy=False)
+
+    def close(self) -> None:
+        """Drop every connection."""
+        self._connector.close()
