@@ -20,7 +20,7 @@ from cluster.client import ApiClient
 from cluster.config import ClusterConfig
 from cluster.errors import CrosskvError
 from cluster.fetch import fetch_model
-from cluster.inspect_model import inspect_model, require_servable
+from cluster.inspect_model import ModelSummary, inspect_model, require_servable
 from cluster.ports import free_port
 from cluster.progress import Steps
 
@@ -50,13 +50,14 @@ def run_demo(model: str, question: str, json_file: Path | None, console: Console
     fetch_model(model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
-        for config in (as_declared, shared):
-            require_servable(config, inspect_model(config))
+        summaries = [inspect_model(config) for config in (as_declared, shared)]
+        for config, summary in zip((as_declared, shared), summaries, strict=True):
+            require_servable(config, summary)
         with running_cluster(as_declared, steps) as cluster:
-            results = [_ask(cluster.base_url, as_declared, question, console, steps)]
+            results = [_ask(cluster.base_url, summaries[0], question, console, steps)]
             steps(f"redeploying with --kv-sharing {_SHARED}")
             cluster.redeploy(shared)
-            results.append(_ask(cluster.base_url, shared, question, console, steps))
+            results.append(_ask(cluster.base_url, summaries[1], question, console, steps))
             steps("stopping everything")
     console.print(_comparison(results))
     console.print(
@@ -81,15 +82,14 @@ def _demo_config(model: str) -> ClusterConfig:
     return config.replace(**{name: value for name, value in defaults.items() if name not in config.model_fields_set})
 
 
-def _ask(base_url: str, config: ClusterConfig, question: str, console: Console, steps: Steps) -> LayoutResult:
+def _ask(base_url: str, layout: ModelSummary, question: str, console: Console, steps: Steps) -> LayoutResult:
     with ApiClient(base_url) as client:
         steps("warming up")
         name = client.model_name()
         Conversation(client, name, max_tokens=2, temperature=0.0).ask("Hello", Console(quiet=True))
-        layout = inspect_model(config)
         steps.done()
         console.rule(
-            f"KV sharing {config.kv_sharing}: {layout.owner_layers} of {layout.total_layers} layers own KV",
+            f"KV sharing {layout.kv_sharing}: {layout.owner_layers} of {layout.total_layers} layers own KV",
             align="left",
         )
         console.print(f"[bold cyan]{escape(question)}[/bold cyan]")
@@ -98,7 +98,7 @@ def _ask(base_url: str, config: ClusterConfig, question: str, console: Console, 
         raise CrosskvError(f"{base_url} did not report what it sent (usage.crosskv)")
     sent = answer.usage.crosskv
     return LayoutResult(
-        kv_sharing=config.kv_sharing,
+        kv_sharing=layout.kv_sharing,
         owner_layers=layout.owner_layers,
         total_layers=layout.total_layers,
         prompt_tokens=answer.usage.prompt_tokens,

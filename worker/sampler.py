@@ -109,10 +109,10 @@ def _sample_random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     params = [draw.sequence.sampling for draw in draws]
     temperature = torch.tensor([p.temperature for p in params], device=logits.device)
     logits = logits / temperature[:, None]
-    order = None
     if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
-        logits, order = logits.sort(dim=-1, descending=True)
-        logits = _filter_sorted(logits, draws)
+        # Back in the vocabulary's order, so that a row's token does not depend on whether another row needs a filter.
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        logits = logits.scatter(-1, order, _filter_sorted(ordered, draws))
     cumulative = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     numbers = uniform(
         np.array([p.seed for p in params], dtype=np.uint64),
@@ -121,8 +121,7 @@ def _sample_random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     )
     # Scaled by the total, which rounding may leave a little off 1, so that the last token can never be overshot.
     targets = torch.from_numpy(numbers).to(logits.device)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)
-    return (index if order is None else order.gather(1, index))[:, 0]
+    return torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
 
 
 def _filter_sorted(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

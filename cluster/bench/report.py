@@ -14,6 +14,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cluster.bench.load import Distribution
@@ -107,13 +108,21 @@ class TransferReport:
         return "\n".join(lines)
 
     def table(self) -> Table:
-        """Return the same table for a terminal."""
-        table = Table(title="KV transfer by layout", title_justify="left")
-        columns = _columns()
-        for index, (title, _) in enumerate(columns):
-            table.add_column(title, justify="left" if index == 0 else "right")
+        """Return the medians for a terminal of 80 columns; the files hold the rest."""
+        table = Table(title="KV transfer by layout", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for title in ("sharing", "prompt", "KV sent", "saved", "wire/sent", "TTFT ms", "ITL ms", "errors"):
+            table.add_column(title, justify="left" if title == "sharing" else "right")
         for run in self.runs:
-            table.add_row(*(cell(run) for _, cell in columns))
+            table.add_row(
+                run.sharing,
+                str(run.prompt_tokens),
+                f"{run.payload_bytes:,}",
+                f"{run.bytes_saved:,}",
+                _wire_ratio(run),
+                _median(run.ttft_ms),
+                _median(run.itl_ms),
+                str(run.errors),
+            )
         return table
 
 
@@ -126,13 +135,21 @@ def _columns() -> list[tuple[str, Callable[[TransferRun], str]]]:
         ("lower bound", lambda run: f"{run.lower_bound_bytes:,}"),
         ("saved", lambda run: f"{run.bytes_saved:,}"),
         ("wire", lambda run: f"{run.wire_bytes:,}"),
-        ("wire / payload", lambda run: f"{run.wire_bytes / run.payload_bytes:.4f}" if run.payload_bytes else "–"),
+        ("wire / payload", _wire_ratio),
         ("TTFT ms p50 / p90 / p99", lambda run: percentiles(run.ttft_ms)),
         ("ITL ms p50 / p90 / p99", lambda run: percentiles(run.itl_ms)),
         ("transfer ms p50 / p90 / p99", lambda run: percentiles(run.transfer_ms)),
         ("output tokens/s", lambda run: f"{run.output_tokens_per_s:.1f}"),
         ("errors", lambda run: str(run.errors)),
     ]
+
+
+def _wire_ratio(run: TransferRun) -> str:
+    return f"{run.wire_bytes / run.payload_bytes:.4f}" if run.payload_bytes else "–"
+
+
+def _median(distribution: Distribution) -> str:
+    return "–" if distribution.p50 is None else f"{distribution.p50:.1f}"
 
 
 def percentiles(distribution: Distribution) -> str:

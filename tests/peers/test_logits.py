@@ -176,5 +176,7 @@ def test_bfloat16_is_as_close_as_transformers_own_paths(tmp_path: Path, architec
     def distance(first: torch.Tensor, second: torch.Tensor) -> float:
         return (first - second).square().mean().sqrt().item()
 
-    print(architecture, distance(ours, exact), distance(eager, exact), distance(sdpa, exact), distance(eager, sdpa), distance(ours, eager), distance(ours,sdpa))
-    assert (ours.argmax(-1) == exact.argmax(-1)).float().mean() >= 0.9
+    # eager and sdpa round at different places, and so do we: what counts is that none is further from the truth.
+    assert distance(ours, exact) <= 1.1 * max(distance(eager, exact), distance(sdpa, exact))
+    agreeing = [(logits.argmax(-1) == exact.argmax(-1)).float().mean().item() for logits in (ours, eager, sdpa)]
+    assert agreeing[0] >= min(agreeing[1:]) - 0.02

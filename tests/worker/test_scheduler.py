@@ -9,9 +9,10 @@ from tests.worker.scheduler_simulation import ANY_NUMBER, EOS, SchedulerSimulati
 from worker.config import Role
 from worker.sampling_params import SamplingParams
 from worker.scheduler import MAX_TRANSFER_ATTEMPTS, NO_PREFILL, PrefillCredit
-from worker.sequence import SequenceState
+from worker.sequence import RequestId, SequenceState
 
 ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True)
+CREDITS = st.sampled_from([ANY_NUMBER, *(PrefillCredit(True, streams) for streams in range(3)), NO_PREFILL])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -48,15 +49,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.engine.ask(prompt, sampling, choices=choices, salt=salt)
 
-    @rule(data=st.data(), streams=st.integers(0, 2), reachable=st.booleans())
-    def step(self, data: st.DataObject, streams: int, reachable: bool) -> None:
-        names = [sequence.request_id for sequence in self.engine.scheduler.live()]
-        some = st.sets(st.sampled_from(names)) if names else st.just(set())
-        paused = data.draw(some, "paused") if self.role is Role.PREFILL else set()
-        refuse = data.draw(some, "refused") if self.role is Role.DECODE else set()
-        self.engine.step(PrefillCredit(reachable, streams if reachable else 0), paused, refuse)
+    @rule(data=st.data(), credits=st.lists(CREDITS, min_size=1, max_size=4))
+    def run(self, data: st.DataObject, credits: list[PrefillCredit]) -> None:
+        for credit in credits:
+            names = [sequence.request_id for sequence in self.engine.scheduler.live()]
+            nobody: st.SearchStrategy[set[RequestId]] = st.just(set())
+            some = nobody | st.sets(st.sampled_from(names)) if names else nobody
+            paused = data.draw(some, "paused") if self.role is Role.PREFILL else set()
+            refuse = data.draw(some, "refused") if self.role is Role.DECODE else set()
+            self.engine.step(credit, paused, refuse)
 
-    @precondition(lambda self: not self.engine.scheduler.idle)
+    @precondition(lambda self: len(list(self.engine.scheduler.live())) > 1)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         live = list(self.engine.scheduler.live())
@@ -64,15 +67,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.check()
 
     @precondition(lambda self: self.engine.scheduler.receiving)
-    @rule(data=st.data(), end=st.sampled_from(["complete", "complete", "fail", "busy"]), received=st.integers(0, 6))
-    def end_transfer(self, data: st.DataObject, end: str, received: int) -> None:
-        receiving = self.engine.scheduler.receiving
-        sequence = receiving[data.draw(st.integers(0, len(receiving) - 1), "which")]
-        if end == "complete":
-            self.engine.complete_transfer(sequence)
-        else:
-            self.engine.fail_transfer(sequence, received=received, busy=end == "busy")
-        self.engine.check()
+    @rule(data=st.data())
+    def end_transfers(self, data: st.DataObject) -> None:
+        for sequence in list(self.engine.scheduler.receiving):
+            end = data.draw(st.sampled_from(["complete", "fail", "busy", "later"]), "end")
+            if end == "complete":
+                self.engine.complete_transfer(sequence)
+            elif end != "later":
+                received = data.draw(st.integers(0, 6), "received")
+                self.engine.fail_transfer(sequence, received=received, busy=end == "busy")
+            self.engine.check()
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
@@ -94,9 +98,9 @@ class _Prefill(SchedulerMachine):
 TestColocated = _Colocated.TestCase
 TestDecode = _Decode.TestCase
 TestPrefill = _Prefill.TestCase
-TestColocated.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-TestDecode.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
-TestPrefill.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestColocated.settings = settings(max_examples=70, stateful_step_count=25, deadline=None)
+TestDecode.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestPrefill.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 def test_a_prompt_is_computed_in_chunks_that_leave_room_for_decodes() -> None:

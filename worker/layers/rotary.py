@@ -61,7 +61,9 @@ def _frequencies(config: PretrainedConfig, head_dim: int, max_positions: int) ->
     if kind == "dynamic" and max_positions > config.max_position_embeddings:
         trained = config.max_position_embeddings
         short = compute(config)[0].expand(trained, -1)
-        long = [compute(config, seq_len=position + 1)[0] for position in range(trained, max_positions)]
+        # Lengths are tensors as in transformers, where a Python number would round differently.
+        lengths = torch.arange(trained + 1, max_positions + 1)
+        long = [compute(config, seq_len=length)[0] for length in lengths]
         return torch.cat([short, torch.stack(long)]), 1.0
     frequencies, scaling = compute(config)
     return frequencies, float(scaling)

@@ -3,6 +3,7 @@
 A new model is one file and one line here.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -46,6 +47,9 @@ def parse_config(content: Mapping[str, object]) -> PretrainedConfig:
         )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not 1: partial rotary embedding is not supported")
+    factor = config.rope_parameters.get("factor", 1.0)
+    if not (isinstance(factor, int | float) and 1.0 <= factor < math.inf):
+        raise UnsupportedModel(f"config.json: the rope scaling factor is {factor!r}, not a number of at least 1")
     return config
 
 
@@ -56,6 +60,9 @@ def longest_context(config: PretrainedConfig) -> int:
     version does not do.
     """
     limit = int(config.max_position_embeddings)
+    if config.rope_parameters["rope_type"] == "dynamic":
+        # There the field is the trained length, beyond which the frequencies begin to stretch.
+        limit = int(limit * config.rope_parameters["factor"])
     layer_types = getattr(config, "layer_types", None)
     slides = config.sliding_window is not None if hasattr(config, "sliding_window") else False
     if layer_types is not None:
