@@ -66,4 +66,5 @@ def require_match(ours: CacheLayout, theirs: CacheLayout, their_version: int, pe
 
 def _map(layout: CacheLayout) -> str:
     names = [owner.name for owner in layout.owners]
-    return f"{len(names)} owners of {len(names) + layout.sharing_layers} layers ({names[0]} … {names[-1]})"
+    ends = f"{names[0]} … {names[-1]}" if names else "none"
+    return f"{len(names)} owners of {len(names) + layout.sharing_layers} layers ({ends})"

@@ -166,7 +166,8 @@ def _plot_bytes(runs: Sequence[TransferRun], path: Path) -> Path:
         axes.bar(position, run.payload_bytes / run.requests / _MEBIBYTE, width, color=color, label=_label(run, runs))
         bound = run.lower_bound_bytes / run.requests / _MEBIBYTE
         axes.hlines(bound, position - width / 2, position + width / 2, colors="black", linewidth=1.5)
-    axes.set_yscale("log")
+    if any(run.payload_bytes for run in runs):
+        axes.set_yscale("log")
     return _save(figure, axes, runs, path)
 
 
@@ -216,6 +217,7 @@ def _label(run: TransferRun, runs: Sequence[TransferRun]) -> str:
 def _save(figure: Figure, axes: Axes, runs: Sequence[TransferRun], path: Path) -> Path:
     lengths, _ = _distinct(runs)
     axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.legend(title="KV sharing")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(title="KV sharing")
     figure.savefig(path, dpi=150)
     return path

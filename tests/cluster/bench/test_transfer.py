@@ -19,6 +19,12 @@ from cluster.errors import CrosskvError
 BYTES_PER_TOKEN = {"none": 200, "every:2": 100, "after:14": 150}
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake server's counters are never late."""
+    monkeypatch.setattr(transfer, "_STABLE_SECONDS", 0.0)
+
+
 class FakeCluster:
     """Serves every layout from one fake server whose bytes follow the layout."""
 

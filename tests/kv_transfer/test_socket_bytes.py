@@ -1,0 +1,70 @@
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kv_transfer.socket_bytes import SocketBytes
+
+
+@contextmanager
+def listening(host: str = "127.0.0.1") -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        yield server
+
+
+@contextmanager
+def connected(server: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The two ends of a connection: the client's and the server's."""
+    with socket.create_connection(server.getsockname()[:2]) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            yield client, accepted
+
+
+def send(source: socket.socket, destination: socket.socket, size: int) -> None:
+    source.sendall(bytes(size))
+    while size:
+        size -= len(destination.recv(size))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_counts_both_directions_of_the_servers_connections(host: str) -> None:
+    with listening(host) as server, listening(host) as other:
+        counter = SocketBytes(server.getsockname()[1])
+        assert counter.read() == 0
+        with connected(server) as (client, accepted), connected(other) as (stranger, accepted_by_other):
+            send(client, accepted, 30_000)
+            send(accepted, client, 500)
+            send(stranger, accepted_by_other, 7_000)
+            assert counter.read() == 30_500
+            send(accepted, client, 1)
+            assert counter.read() == 30_501
+
+
+def test_keeps_what_closed_connections_carried() -> None:
+    with listening() as server:
+        counter = SocketBytes(server.getsockname()[1])
+        for round_ in range(1, 4):
+            with connected(server) as (client, accepted):
+                send(client, accepted, 1000)
+                assert counter.read() == round_ * 1000
+            assert counter.read() == round_ * 1000
+
+
+def test_looking_leaves_every_descriptor_as_it_was() -> None:
+    read_end, write_end = os.pipe()
+    unix = socket.socketpair()
+    with listening() as server, connected(server) as (client, accepted), unix[0], unix[1]:
+        before = set(os.listdir("/proc/self/fd"))
+        counter = SocketBytes(server.getsockname()[1])
+        for _ in range(50):
+            counter.read()
+        assert set(os.listdir("/proc/self/fd")) == before
+        send(client, accepted, 10)
+        send(accepted, client, 10)
+        assert counter.read() == 20
+    os.close(read_end)
+    os.close(write_end)
