@@ -12,7 +12,8 @@ from worker.replica_record import ReplicaRecord
 
 NAME = "crosskv-directory"
 HEARTBEAT_SECONDS = 0.5
-EXPIRY_SECONDS = 2.0
+EXPIRY_SECONDS = 5.0
+"""Long enough for a busy machine to be late; a replica that died is noticed by its broken connections at once."""
 
 
 class Directory:
@@ -37,6 +38,41 @@ class Directory:
         return [record for record, _ in self._records.values()]
 
 
+class DirectoryClient:
+    """One process's way to the directory: finds it or makes it, and does so again when it is lost."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._actor: ray.actor.ActorHandle | None = None
+
+    async def report(self, record: ReplicaRecord) -> list[ReplicaRecord]:
+        """Renew a replica's entry; returns every live one."""
+        try:
+            records: list[ReplicaRecord] = await self._handle().report.remote(record)
+        except ray.exceptions.RayActorError:
+            self._actor = None
+            raise
+        return records
+
+    async def live(self) -> list[ReplicaRecord]:
+        """Every live replica."""
+        try:
+            records: list[ReplicaRecord] = await self._handle().live.remote()
+        except ray.exceptions.RayActorError:
+            self._actor = None
+            raise
+        return records
+
+    async def remove(self, incarnation: str) -> None:
+        """A replica ends in an orderly way."""
+        await self._handle().remove.remote(incarnation)
+
+    def _handle(self) -> "ray.actor.ActorHandle":
+        if self._actor is None:
+            self._actor = directory_actor(self._namespace)
+        return self._actor
+
+
 def directory_actor(namespace: str) -> "ray.actor.ActorHandle":
     """The directory of one application, made if there is none."""
     return (
@@ -44,12 +80,6 @@ def directory_actor(namespace: str) -> "ray.actor.ActorHandle":
         .options(name=NAME, namespace=namespace, get_if_exists=True, lifetime="detached", num_cpus=0)
         .remote()
     )
-
-
-async def live_replicas(namespace: str) -> list[ReplicaRecord]:
-    """Ask the directory."""
-    records: list[ReplicaRecord] = await directory_actor(namespace).live.remote()
-    return records
 
 
 def stop_directory(namespace: str) -> None:

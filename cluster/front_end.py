@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from cluster.directory import live_replicas
+from cluster.directory import DirectoryClient
 from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.replica_set import ReplicaSet
@@ -70,7 +70,7 @@ class FrontEnd:
 
     async def _serve(self) -> None:
         config = self._config
-        self._replicas = ReplicaSet(lambda: live_replicas(config.directory), needs_prefill=config.needs_prefill)
+        self._replicas = ReplicaSet(DirectoryClient(config.directory).live, needs_prefill=config.needs_prefill)
         self._replicas.start()
         source = self._tokenizer.config.chat_template
         app = build_app(

@@ -6,7 +6,7 @@ Made by its deployment in the replica's placement group; it lives exactly as lon
 import asyncio
 import logging
 
-from cluster.directory import HEARTBEAT_SECONDS, directory_actor
+from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
 from cluster.model_store import resolve_model
 from cluster.router import PrefillRouter
 from worker.config import EngineConfig, Role
@@ -24,7 +24,7 @@ class ReplicaActor:
 
         logging.basicConfig(level=logging.INFO)
         weights = str(resolve_model(model).weights)
-        self._directory = directory
+        self._directory = DirectoryClient(directory)
         self._replica = Replica(config.with_model(weights), PrefillRouter())
 
     async def record(self) -> ReplicaRecord:
@@ -37,7 +37,7 @@ class ReplicaActor:
         while True:
             self._replica.require_health()
             try:
-                live = await directory_actor(self._directory).report.remote(self._replica.record)
+                live = await self._directory.report(self._replica.record)
             except Exception:
                 log.exception("the replica directory does not answer")
             else:
@@ -53,5 +53,5 @@ class ReplicaActor:
 
     async def stop(self) -> None:
         """End in an orderly way."""
-        await directory_actor(self._directory).remove.remote(self._replica.record.incarnation)
+        await self._directory.remove(self._replica.record.incarnation)
         await asyncio.to_thread(self._replica.stop)

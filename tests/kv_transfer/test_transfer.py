@@ -359,11 +359,13 @@ def test_a_server_that_is_killed_in_the_middle_is_noticed_within_two_seconds() -
 @contextmanager
 def raw_calls(address: str) -> Iterator[Callable[[str, bytes], Any]]:
     """A client that sends what it likes: gives a function from method and message to the running call."""
+    calls = []  # one that nobody refers to is cancelled
     with grpc.insecure_channel(address) as channel:
 
         def call(method: str, message: bytes) -> Any:
             start: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method)
-            return start(message, timeout=SECONDS)
+            calls.append(start(message, timeout=SECONDS))
+            return calls[-1]
 
         yield call
 

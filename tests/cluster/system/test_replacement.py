@@ -4,7 +4,10 @@ import os
 import signal
 
 import httpx
+import ray
 
+from cluster.application import APPLICATION
+from cluster.directory import directory_actor
 from tests.cluster.system.conftest import Serving
 from tests.cluster.system.processes import engine_process
 from tests.cluster.system.test_serving import complete, prompts
@@ -25,7 +28,7 @@ def replace(serving: Serving, role: str) -> None:
     for salt in range(4):
         answer = complete(serving, question, cache_salt=str(salt))
         assert answer["choices"][0]["text"] == expected
-    after = serving.wait_for(lambda s: len(live(s, role) - {victim}) == 2, 60.0, f"a new {role} replica")
+    after = serving.wait_for(lambda s: len(live(s, role) - {victim}) == 2, 240.0, f"a new {role} replica")
     assert victim not in live(after, role)
     assert httpx.get(f"{serving.base_url}/health", timeout=5).status_code == 200
 
@@ -36,3 +39,15 @@ def test_prefill_engine_killed(serving: Serving) -> None:
 
 def test_decode_engine_killed(serving: Serving) -> None:
     replace(serving, "decode")
+
+
+def test_directory_lost(serving: Serving) -> None:
+    """Replicas make a new directory and report to it; nobody's request notices."""
+    question = prompts(1, 200, seed=22)[0]
+    expected = complete(serving, question)["choices"][0]["text"]
+    before = {status["replica_id"] for status in serving.statuses()}
+    ray.kill(directory_actor(APPLICATION))
+    assert complete(serving, question, cache_salt="lost")["choices"][0]["text"] == expected
+    known = serving.wait_for(lambda s: {status["replica_id"] for status in s} == before, 60.0, "the same replicas")
+    assert len(known) == 4
+    assert complete(serving, question, cache_salt="found")["choices"][0]["text"] == expected
