@@ -91,7 +91,7 @@ def status(
 ) -> None:
     """Show a running cluster's replicas, queues, blocks and transferred bytes."""
     from cluster.client import ApiClient  # noqa: PLC0415
-    from cluster.status import status_json, status_table, watch_status  # noqa: PLC0415
+    from cluster.status import status_json, status_tables, watch_status  # noqa: PLC0415
 
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
@@ -101,7 +101,7 @@ def status(
         elif as_json:
             print(status_json(client.status()))
         else:
-            Console().print(status_table(client.status(), base_url))
+            Console().print(status_tables(client.status(), base_url))
 
 
 @app.command()

@@ -23,6 +23,7 @@ from cluster.fetch import fetch_model
 from cluster.inspect_model import ModelSummary, inspect_model, require_servable
 from cluster.ports import free_port
 from cluster.progress import Steps
+from cluster.signals import interruptible
 
 _SHARED = "every:2"
 _ANSWER_TOKENS = 80
@@ -53,7 +54,7 @@ def run_demo(model: str, question: str, json_file: Path | None, console: Console
         summaries = [inspect_model(config) for config in (as_declared, shared)]
         for config, summary in zip((as_declared, shared), summaries, strict=True):
             require_servable(config, summary)
-        with running_cluster(as_declared, steps) as cluster:
+        with interruptible(steps) as step, running_cluster(as_declared, step) as cluster:
             results = [_ask(cluster.base_url, summaries[0], question, console, steps)]
             steps(f"redeploying with --kv-sharing {_SHARED}")
             cluster.redeploy(shared)

@@ -1,8 +1,6 @@
 """``crosskv serve``: one cluster in the foreground, from its start to the signal that ends it."""
 
-import signal
-import threading
-from types import FrameType
+import time
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,26 +11,20 @@ from cluster.fetch import fetch_model
 from cluster.inspect_model import inspect_model, require_servable
 from cluster.ports import require_free_port
 from cluster.progress import Steps
+from cluster.signals import interruptible
 
 
 def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
     """Check everything that can be checked, start the cluster, and stop it again on SIGINT or SIGTERM."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
     if config.ray_address is None:
         require_free_port(config.host, config.port)
     fetch_model(config.model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
         require_servable(config, inspect_model(config))
-        with running_cluster(config, steps) as cluster:
+        with interruptible(steps) as step, running_cluster(config, step) as cluster:
             steps.done()
             summary = cluster.summary
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, on_signal)
             console.print(
                 f"\n[bold]{escape(summary.model)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
                 f" ({config.mode.value}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
@@ -41,6 +33,8 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
                 f"  crosskv status --base-url {cluster.base_url}\n"
                 "Ctrl-C stops it.\n"
             )
-            while not stop.wait(0.5):
-                pass
-            steps("stopping")
+            try:
+                while True:
+                    time.sleep(60)
+            except KeyboardInterrupt:
+                steps("stopping")

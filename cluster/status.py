@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
@@ -13,19 +14,14 @@ from rich.table import Table
 from worker.wire.engine_pb2 import StatusReply
 
 
-def status_table(replies: Sequence[StatusReply], base_url: str) -> Table:
-    """Render every replica's queues, blocks and transferred bytes, prefill first."""
-    table = Table(title=f"crosskv at {base_url}", title_justify="left")
-    table.add_column("replica")
-    for title in ("running", "waiting", "receiving", "blocks free", "cached", "held", "total"):
-        table.add_column(title, justify="right")
-    for title in ("KV layers", "prompt tokens", "generated", "prefix hits", "KV sent", "lower bound", "on the wire"):
-        table.add_column(title, justify="right")
+def status_tables(replies: Sequence[StatusReply], base_url: str) -> Group:
+    """Render every replica's queues and blocks, then its tokens and transferred bytes, prefill first."""
+    now = _table(f"crosskv at {base_url}", "running", "waiting", "receiving", "free", "cached", "held", "blocks")
+    since = _table("since they started", "KV layers", "prompt", "generated", "hits", "KV sent", "bound", "wire")
     for reply in sorted(replies, key=lambda reply: (reply.role != "prefill", reply.role, reply.replica_id)):
         load, counters = reply.load, reply.counters
-        hits = f"{counters.prefix_hits / counters.prefix_queries:.0%}" if counters.prefix_queries else "–"
-        table.add_row(
-            f"{reply.role} {reply.replica_id}",
+        now.add_row(
+            reply.replica_id,
             str(load.running_requests),
             str(load.waiting_requests),
             str(load.receiving_requests),
@@ -33,14 +29,25 @@ def status_table(replies: Sequence[StatusReply], base_url: str) -> Table:
             str(load.cached_blocks),
             str(reply.held_blocks),
             str(load.total_blocks),
+        )
+        since.add_row(
+            reply.replica_id,
             f"{reply.owner_layers} of {reply.total_layers}",
             f"{counters.prompt_tokens:,}",
             f"{counters.generated_tokens:,}",
-            hits,
+            f"{counters.prefix_hits / counters.prefix_queries:.0%}" if counters.prefix_queries else "–",
             decimal(counters.payload_bytes),
             decimal(counters.lower_bound_bytes),
             decimal(counters.wire_bytes),
         )
+    return Group(now, since)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("replica", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
     return table
 
 
@@ -57,7 +64,7 @@ def status_json(replies: Sequence[StatusReply]) -> str:
 
 def watch_status(fetch: Callable[[], list[StatusReply]], base_url: str, console: Console) -> None:
     """Show the table anew every second until the person interrupts."""
-    with Live(status_table(fetch(), base_url), console=console, auto_refresh=False) as live:
+    with Live(status_tables(fetch(), base_url), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(1)
-            live.update(status_table(fetch(), base_url), refresh=True)
+            live.update(status_tables(fetch(), base_url), refresh=True)

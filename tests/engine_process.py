@@ -1,9 +1,9 @@
 """Replicas in processes of their own, and a client that speaks to them as a front end does.
 
-An ``EngineProcess`` is started once (importing torch takes seconds) and can carry one replica after another; a test that
-kills one starts its own. ``colocated`` and ``disaggregated`` put replicas into processes, hand out clients, and on the
-way out check that every replica gave back every block. KV memory is filled with a large finite sentinel, so that a slot
-that is read before it was written shows in the tokens.
+An ``EngineProcess`` is started once (importing torch takes seconds) and can carry one replica after another; a test
+that kills one starts its own. ``colocated`` and ``disaggregated`` put replicas into processes, hand out clients, and on
+the way out check that every replica gave back every block. KV memory is filled with a large finite sentinel, so that a
+slot that is read before it was written shows in the tokens.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -294,7 +294,7 @@ class EngineClient:
         timeout_ms: int = 0,
         **sampling: Any,
     ) -> PendingAnswer:
-        """Ask for tokens; greedy and without an end of sequence unless ``sampling`` (``wire.Sampling``) says otherwise."""
+        """Ask for tokens: greedy, not stopping at an end of sequence, unless ``sampling`` (``wire.Sampling``) differs."""
         request_id = f"request-{next(self._numbers)}"
         settings = {"top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, "max_tokens": 16} | sampling
         pending = self._pending[request_id] = PendingAnswer(self, request_id, n)

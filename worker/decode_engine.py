@@ -283,7 +283,10 @@ class DecodeEngine:
                 count = max(0, end - scheduled.first)
                 targets = sequence.tokens[scheduled.first + 1 : scheduled.first + 1 + count]
                 described = token_logprobs(logits[row : row + count], targets, sequence.sampling.prompt_logprobs or 0)
-                self._requests[sequence.request_id].prompt_logprobs += described
+                entries = self._requests[sequence.request_id].prompt_logprobs
+                # A prompt that was preempted halfway is computed from its start again.
+                del entries[scheduled.first :]
+                entries += described
                 if scheduled.first + scheduled.rows >= sequence.prompt_len:
                     sequence.prompt_reported = True
             row += scheduled.logit_rows

@@ -14,7 +14,7 @@ from kv_transfer.staging import StagingBudget
 from worker.model_runner import ModelRunner
 from worker.prefill_connector import OpenTransfer, PrefillConnector
 from worker.scheduler import PrefillCredit
-from worker.sequence import RequestId, Sequence
+from worker.sequence import Epoch, RequestId, Sequence
 from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class IncomingTransfers:
         self._connector = connector
         self._staging = staging
         self._counters = counters
-        self._live: dict[RequestId, Incoming] = {}
+        # By epoch: several choices of one request may be received at once, after they were preempted.
+        self._live: dict[Epoch, Incoming] = {}
 
     @property
     def peers(self) -> int:
@@ -71,15 +72,15 @@ class IncomingTransfers:
         opened = self._connector.open(sequence, manifest, now)
         if opened is None:
             return False
-        self._live[sequence.request_id] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
+        self._live[sequence.epoch] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
         return True
 
     def take(self, event: PieceArrived) -> None:
         """Check a piece and write it; whatever no live manifest covers is dropped."""
         frame = event.frame
         try:
-            incoming = self._live.get(RequestId(event.request_id))
-            if incoming is None or incoming.manifest.epoch != frame.epoch:
+            incoming = self._live.get(Epoch(frame.epoch))
+            if incoming is None or incoming.manifest.request_id != event.request_id:
                 self._counters.stale_pieces += 1
                 return
             try:
@@ -96,10 +97,9 @@ class IncomingTransfers:
 
     def end(self, event: TransferEnded, now: float) -> Incoming | None:
         """A stream is over; returns its transfer, complete or not, or None for one that was cancelled before."""
-        incoming = self._live.get(RequestId(event.request_id))
-        if incoming is None or incoming.manifest.epoch != event.epoch:
+        incoming = self._live.pop(Epoch(event.epoch), None)
+        if incoming is None:
             return None
-        del self._live[incoming.sequence.request_id]
         complete = event.end is not None and incoming.ledger.complete
         self._connector.closed(incoming.opened, now, failed=not complete and not event.busy, busy=event.busy)
         if not complete and not event.busy:
@@ -107,9 +107,9 @@ class IncomingTransfers:
         return incoming
 
     def cancel(self, name: RequestId, now: float) -> None:
-        """The request is gone; its prefill replica is told, and late pieces will be dropped."""
-        incoming = self._live.pop(name, None)
-        if incoming is not None:
+        """The request is gone; its prefill replicas are told, and late pieces will be dropped."""
+        for incoming in [incoming for incoming in self._live.values() if incoming.sequence.request_id == name]:
+            del self._live[incoming.sequence.epoch]
             incoming.opened.transfer.cancel()
             self._connector.closed(incoming.opened, now, failed=False, busy=False)
 

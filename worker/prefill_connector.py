@@ -44,6 +44,7 @@ class OpenTransfer:
     """A transfer and whom it comes from."""
 
     incarnation: str
+    link: _Link
     tokens: int
     transfer: Transfer
 
@@ -112,41 +113,40 @@ class PrefillConnector:
 
     def open(self, sequence: Sequence, manifest: Manifest, now: float) -> OpenTransfer | None:
         """Ask a prefill replica for a sequence's KV; None if none can take it after all."""
+        tokens = sequence.tokens[:-1]
+        timeout = min(self._transfer_timeout, max(0.001, manifest.deadline - now))
+        # Held until the call is under way: the discovery thread must not close the peer in between.
         with self._lock:
             candidates = {
                 incarnation: link
                 for incarnation, link in self._links.items()
                 if link.usable_from <= now and link.streams < link.peer.max_streams
             }
-        if not candidates:
-            return None
-        tokens = sequence.tokens[:-1]
-        chosen = self._selector.choose(
-            [PrefillCandidate(name, link.outstanding_tokens) for name, link in candidates.items()],
-            tokens,
-            sequence.salt,
-        )
-        link = candidates[chosen]
-        timeout = min(self._transfer_timeout, max(0.001, manifest.deadline - now))
-        request = wire.PrefillRequest(
-            request_id=manifest.request_id,
-            epoch=manifest.epoch,
-            prefill_incarnation=chosen,
-            token_ids=tokens,
-            held_tokens=manifest.held,
-            cache_salt=sequence.salt,
-            timeout_ms=int(timeout * 1e3),
-        )
-        transfer = link.peer.open(request, self._deliver, timeout)
-        link.streams += 1
-        link.outstanding_tokens += len(tokens)
-        return OpenTransfer(chosen, len(tokens), transfer)
+            if not candidates:
+                return None
+            chosen = self._selector.choose(
+                [PrefillCandidate(name, link.outstanding_tokens) for name, link in candidates.items()],
+                tokens,
+                sequence.salt,
+            )
+            link = candidates[chosen]
+            request = wire.PrefillRequest(
+                request_id=manifest.request_id,
+                epoch=manifest.epoch,
+                prefill_incarnation=chosen,
+                token_ids=tokens,
+                held_tokens=manifest.held,
+                cache_salt=sequence.salt,
+                timeout_ms=int(timeout * 1e3),
+            )
+            transfer = link.peer.open(request, self._deliver, timeout)
+            link.streams += 1
+            link.outstanding_tokens += len(tokens)
+        return OpenTransfer(chosen, link, len(tokens), transfer)
 
     def closed(self, opened: OpenTransfer, now: float, *, failed: bool, busy: bool) -> None:
         """Account for a transfer that ended; a peer that failed is left alone for a growing while."""
-        link = self._links.get(opened.incarnation)
-        if link is None:
-            return
+        link = opened.link
         link.streams -= 1
         link.outstanding_tokens -= opened.tokens
         if busy:

@@ -51,6 +51,7 @@ def transfer(
     from cluster.inspect_model import inspect_model, require_servable  # noqa: PLC0415
     from cluster.ports import free_port, require_free_port  # noqa: PLC0415
     from cluster.progress import Steps  # noqa: PLC0415
+    from cluster.signals import interruptible  # noqa: PLC0415
 
     plan = TransferPlan(
         sharing=tuple(part.strip() for part in sharing.split(",")),
@@ -73,7 +74,8 @@ def transfer(
             summary = inspect_model(layout)
             longest = max(plan.prompt_tokens) + plan.output_tokens
             require_servable(layout, summary, longest_request=longest)
-        runs = run_transfer_bench(config, plan, summary.vocab_size, running_cluster, steps)
+        with interruptible(steps) as step:
+            runs = run_transfer_bench(config, plan, summary.vocab_size, running_cluster, step)
     report = TransferReport(Environment.here(_command_line(), config.model), tuple(runs))
     files = report.write(output)
     console.print(report.table())

@@ -15,9 +15,7 @@ from cluster import application, demo
 from cluster.cli import main
 from cluster.config import ClusterConfig, flag_of
 from cluster.ports import free_port, require_free_port
-from cluster.status import status_json, status_table
 from worker.models.registry import ARCHITECTURES
-from worker.wire.engine_pb2 import Counters, StatusReply
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -323,16 +321,19 @@ def test_no_server_is_one_clear_error(crosskv: Run, command: tuple[str, ...]) ->
     assert url in refused(crosskv(*command, "--base-url", url))
 
 
-def test_status_shows_replicas_as_a_table_and_as_json(crosskv: Run, fake_server: Any) -> None:
+def test_status_shows_replicas_for_people_and_programs(
+    crosskv: Run, fake_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     fake_server.payload_bytes, fake_server.wire_bytes = 2_000_000, 2_010_000
     code, out, _ = crosskv("status", "--base-url", fake_server.base_url)
     assert code == 0
-    rows = [line for line in out.splitlines() if " p0 " in line or " d0 " in line]
-    assert [("prefill" in row, "decode" in row) for row in rows] == [(True, False), (False, True)]
-    assert "2.0 MB" in rows[0]
-    assert "15 of 30" in rows[0]
-    assert re.search(r"\b3\b.*\b61\b.*\b1\b.*\b2\b.*\b64\b", rows[1])
-    assert "25%" in rows[1]
+    # Two tables, prefill first in both.
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("p0", "d0"))]
+    assert [row[0] for row in rows] == ["p0", "d0", "p0", "d0"]
+    assert rows[1] == ["d0", "3", "0", "0", "61", "1", "2", "64"]
+    assert rows[2] == ["p0", "15", "of", "30", "0", "0", "–", "2.0", "MB", "2.0", "MB", "2.0", "MB"]
+    assert rows[3][6] == "25%"
     code, out, _ = crosskv("status", "--base-url", fake_server.base_url, "--json")
     replies = json.loads(out)
     assert code == 0
@@ -340,12 +341,6 @@ def test_status_shows_replicas_as_a_table_and_as_json(crosskv: Run, fake_server:
     assert int(replies[0]["counters"]["wire_bytes"]) == 2_010_000
     # What is zero is there too.
     assert replies[0]["load"]["waiting_requests"] == 0
-
-
-def test_status_of_nothing_is_an_empty_table() -> None:
-    assert status_table([], "http://x").row_count == 0
-    assert json.loads(status_json([])) == []
-    assert status_table([StatusReply(role="decode", counters=Counters(steps=1))], "http://x").row_count == 1
 
 
 def test_bench_serve_measures_any_server(crosskv: Run, fake_server: Any, tmp_path: Path) -> None:

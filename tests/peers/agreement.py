@@ -9,10 +9,10 @@ TOLERANCE = 1e-4
 """On logits in float32. Where the reference's two best are closer than this, either may win."""
 
 
-def require_agreement(choice: Choice, expected: Generation) -> int:
+def require_agreement(choice: Choice, expected: Generation, tolerance: float = TOLERANCE) -> int:
     """Raise ``AssertionError`` unless a choice agrees; returns how many tokens could be compared.
 
-    ``choice`` has logprobs. After a token on which the reference itself is undecided, the texts may differ.
+    ``choice`` has logprobs, which may be off by ``tolerance``. After a token on which the reference itself is undecided, the texts may differ.
     """
     assert len(choice.tokens) == len(choice.logprobs) == len(expected.tokens)
     logprobs = torch.log_softmax(expected.logits, dim=-1)
@@ -21,7 +21,7 @@ def require_agreement(choice: Choice, expected: Generation) -> int:
         ids = [described.token_id, *described.top_token_ids]
         values = torch.tensor([described.logprob, *described.top_logprobs])
         error = (values - logprobs[index, ids]).abs().max().item()
-        assert error <= TOLERANCE, f"{where}: log-probabilities are off by {error:.2e}"
+        assert error <= tolerance, f"{where}: log-probabilities are off by {error:.2e}"
         assert token == described.token_id
         if token != expected.tokens[index]:
             best, second = expected.logits[index].topk(2).values.tolist()

@@ -1,4 +1,4 @@
-"""Logits of the model runner against transformers, row by row: every switch that a configuration of the families has."""
+"""Logits of the model runner against transformers, row by row, for every switch that a configuration can have."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,7 +76,10 @@ CONFIGURATIONS: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "llama-attention-bias": ("llama", {"attention_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-head-dim": ("llama", {"head_dim": 32}),
-    "llama-theta-epsilon": ("llama", {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama-theta-epsilon": (
+        "llama",
+        {"rms_norm_eps": 1e-2, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "llama-one-layer": ("llama", {"num_hidden_layers": 1}),
     "mistral-head-dim": ("mistral", {"head_dim": 32}),
     "mistral-tied": ("mistral", {"tie_word_embeddings": True}),
@@ -166,9 +169,9 @@ def test_bfloat16_is_as_close_as_transformers_own_paths(tmp_path: Path, architec
     tokens = random_tokens(400)
     exact = Reference(transformers_model(checkpoint)).forward(tokens)
     eager, sdpa = (
-        Reference(
-            transformers_model(checkpoint, dtype=torch.bfloat16, attn_implementation=implementation)
-        ).forward(tokens)
+        Reference(transformers_model(checkpoint, dtype=torch.bfloat16, attn_implementation=implementation)).forward(
+            tokens
+        )
         for implementation in ("eager", "sdpa")
     )
     ours = engine_logits(checkpoint, tokens, dtype="bfloat16")

@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct, a trained model, in float32 against transformers: tokens, logits, and the bytes that moved."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cluster.model_store import ModelFiles, resolve_model
 from tests.conftest import EngineProcesses
 from tests.engine_process import EngineClient, colocated, disaggregated
-from tests.peers.agreement import require_agreement
+from tests.peers.agreement import TOLERANCE, require_agreement
 from tests.peers.reference import Generation, Reference
 from worker.config import EngineConfig, Role
 
-PROMPT_LENGTHS = (5, 9, 33, 64, 150, 400, 800, 1500)
+pytestmark = pytest.mark.timeout(900)
+
+PROMPT_LENGTHS = (5, 9, 33, 64, 150, 300, 500, 1500)
 TOKENS = 64
 LAYERS = 30
 BYTES_PER_TOKEN_AND_LAYER = 2 * 3 * 64 * 4
@@ -29,17 +30,28 @@ SHARING: Mapping[str, Mapping[int, int]] = {
     "after:17": dict.fromkeys(range(18, LAYERS), 17),
 }
 
+SHARING_TOLERANCE = 3e-3
+"""With a sharing that it was not trained for, the model amplifies rounding: transformers' own eager and sdpa paths then
+differ by up to 1.2e-3 in float32, and either by as much from float64. Without sharing they differ by less than 1e-4."""
+
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 
 
 @dataclass(frozen=True)
 class SmolLM2:
-    """The checkpoint, prompts, and what transformers says; each generation is made once."""
+    """The checkpoint, prompts, and transformers' model; what it says of a text is computed once."""
 
     files: ModelFiles
     model: PreTrainedModel
     prompts: list[list[int]]
-    generations: Callable[[str], list[Generation]]
+    followed: dict[tuple[object, ...], Generation] = field(default_factory=dict)
+
+    def follow(self, sharing: str, prompt: list[int], tokens: list[int]) -> Generation:
+        """See ``Reference.follow``."""
+        key = (sharing, *prompt, *tokens)
+        if key not in self.followed:
+            self.followed[key] = Reference(self.model, SHARING[sharing]).follow(prompt, tokens)
+        return self.followed[key]
 
     def config(self, sharing: str) -> EngineConfig:
         return EngineConfig(
@@ -61,21 +73,17 @@ def smollm2() -> SmolLM2:
     model = AutoModelForCausalLM.from_pretrained(
         files.weights.parent, gguf_file=files.weights.name, dtype=torch.float32
     ).eval()
-
-    def generations(sharing: str) -> list[Generation]:
-        reference = Reference(model, SHARING[sharing])
-        return [reference.greedy(prompt, TOKENS) for prompt in prompts]
-
-    return SmolLM2(files, model, prompts, cache(generations))
+    return SmolLM2(files, model, prompts)
 
 
-def require_equal_answers(client: EngineClient, expected: list[Generation]) -> list[int]:
+def require_equal_answers(client: EngineClient, smollm2: SmolLM2, sharing: str) -> list[int]:
     """Ask for all prompts at once; returns each one's payload bytes."""
-    pending = [client.submit(e.prompt, max_tokens=TOKENS, logprobs=4) for e in expected]
+    pending = [client.submit(prompt, max_tokens=TOKENS, logprobs=20) for prompt in smollm2.prompts]
+    tolerance = SHARING_TOLERANCE if SHARING[sharing] else TOLERANCE
     payloads = []
-    for answer, generation in zip([p.result() for p in pending], expected, strict=True):
+    for answer, prompt in zip([p.result(300.0) for p in pending], smollm2.prompts, strict=True):
         assert answer.prompt_info.cached_tokens == 0
-        require_agreement(answer.choices[0], generation)
+        require_agreement(answer.choices[0], smollm2.follow(sharing, prompt, answer.tokens), tolerance)
         payloads.append(answer.prompt_info.transfer.payload_bytes)
     return payloads
 
@@ -83,13 +91,13 @@ def require_equal_answers(client: EngineClient, expected: list[Generation]) -> l
 @pytest.mark.parametrize("sharing", SHARING)
 def test_colocated(smollm2: SmolLM2, engine_processes: EngineProcesses, sharing: str) -> None:
     with colocated(engine_processes.first, smollm2.config(sharing)) as client:
-        assert require_equal_answers(client, smollm2.generations(sharing)) == [0] * len(PROMPT_LENGTHS)
+        assert require_equal_answers(client, smollm2, sharing) == [0] * len(PROMPT_LENGTHS)
 
 
 @pytest.mark.parametrize("sharing", SHARING)
 def test_disaggregated(smollm2: SmolLM2, engine_processes: EngineProcesses, sharing: str) -> None:
     owners = LAYERS - len(SHARING[sharing])
     with disaggregated(engine_processes.first, engine_processes.second, smollm2.config(sharing)) as pair:
-        payloads = require_equal_answers(pair.decode, smollm2.generations(sharing))
+        payloads = require_equal_answers(pair.decode, smollm2, sharing)
         assert payloads == [(length - 1) * owners * BYTES_PER_TOKEN_AND_LAYER for length in PROMPT_LENGTHS]
         assert pair.prefill.settled().counters.payload_bytes == sum(payloads)

@@ -1,0 +1,202 @@
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer.staging import StagingBudget
+from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, logits_after
+from worker.config import EngineConfig, Role
+from worker.decode_engine import DecodeEngine
+from worker.events import Aborted, ClientArrived, ClientGone, Submitted
+from worker.wire import engine_pb2 as wire
+
+
+class FrontEnd:
+    """A session; keeps outputs by request and choice."""
+
+    def __init__(self, client_id: str = "front-end") -> None:
+        self.client_id = client_id
+        self.outputs: defaultdict[str, list[wire.Output]] = defaultdict(list)
+
+    def send(self, message: wire.EngineMessage) -> None:
+        for output in message.outputs:
+            self.outputs[output.request_id].append(output)
+
+    def tokens(self, name: str, choice: int = 0) -> list[int]:
+        return [token for output in self.outputs[name] if output.choice == choice for token in output.token_ids]
+
+    def error(self, name: str) -> str:
+        """The kind of the one error that was sent, and nothing after it."""
+        assert [o.finish_reason for o in self.outputs[name]].count(wire.FINISH_REASON_ERROR) == 1
+        assert self.outputs[name][-1].finish_reason == wire.FINISH_REASON_ERROR
+        return wire.ErrorKind.Name(self.outputs[name][-1].error.kind).removeprefix("ERROR_KIND_")
+
+
+class Engine:
+    """A colocated engine over a scripted model, driven by hand."""
+
+    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **config: Any) -> None:
+        self.runner = ScriptedRunner(num_blocks, block_size)
+        settings = EngineConfig(model="", role=Role.COLOCATED, block_size=block_size, **config)
+        self.engine = DecodeEngine(settings, self.runner, "colocated-1", None, StagingBudget(1))  # type: ignore[arg-type]
+        self.front_end = self.connect("front-end")
+        self.now = 0.0
+
+    def connect(self, client_id: str) -> FrontEnd:
+        client = FrontEnd(client_id)
+        self.engine.handle(ClientArrived(client), 0.0)
+        return client
+
+    def submit(self, name: str, prompt: list[int], *, client: FrontEnd | None = None, **fields: Any) -> None:
+        sampling = wire.Sampling(top_p=1.0, repetition_penalty=1.0, max_tokens=fields.pop("max_tokens", 3))
+        sampling.MergeFrom(wire.Sampling(**fields.pop("sampling", {})))
+        message = wire.Submit(request_id=name, token_ids=prompt, prompt_len=len(prompt), n=1, sampling=sampling)
+        message.MergeFrom(wire.Submit(**fields))
+        self.engine.handle(Submitted(client or self.front_end, message), self.now)
+
+    def step(self) -> None:
+        self.now += 1.0
+        self.engine.step(self.now)
+
+    def run(self) -> None:
+        for _ in range(500):
+            if self.engine.idle:
+                break
+            self.step()
+        assert self.engine.idle
+        counts = self.engine.status()
+        assert counts.held_blocks == 0
+        assert counts.load.free_blocks + counts.load.cached_blocks == counts.load.total_blocks
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_after(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+def prompt_logprobs(prompt: list[int]) -> list[tuple[int, float]]:
+    return [
+        (token, torch.log_softmax(logits_after(prompt[:index]), -1)[token].item())
+        for index, token in enumerate(prompt)
+        if index
+    ]
+
+
+def reported_prompt_logprobs(front_end: FrontEnd, name: str) -> list[tuple[int, Any]]:
+    (info,) = (output.prompt_info for output in front_end.outputs[name] if output.HasField("prompt_info"))
+    return [(entry.token_id, pytest.approx(entry.logprob, abs=1e-5)) for entry in info.prompt_logprobs]
+
+
+def test_every_choice_gets_its_tokens_and_one_end() -> None:
+    engine = Engine()
+    engine.submit("r", [5, 6, 7], n=3, max_tokens=4)
+    engine.run()
+    for choice in range(3):
+        assert engine.front_end.tokens("r", choice) == greedy([5, 6, 7], 4)
+    reasons = [output.finish_reason for output in engine.front_end.outputs["r"]]
+    assert reasons.count(wire.FINISH_REASON_LENGTH) == 3
+    assert sum(output.HasField("prompt_info") for output in engine.front_end.outputs["r"]) == 1
+
+
+@pytest.mark.parametrize(("max_tokens", "choices"), [(3, 1), (3, 2), (0, 1), (0, 2)])
+@pytest.mark.parametrize("prompt", [[9], [9, 8], list(range(20))])
+def test_prompt_logprobs(prompt: list[int], max_tokens: int, choices: int) -> None:
+    engine = Engine(max_batched_tokens=6)
+    engine.submit("r", prompt, n=choices, max_tokens=max_tokens, sampling={"prompt_logprobs": 0})
+    engine.run()
+    assert reported_prompt_logprobs(engine.front_end, "r") == prompt_logprobs(prompt)
+    for choice in range(choices):
+        assert engine.front_end.tokens("r", choice) == greedy(prompt, max_tokens)
+
+
+def test_prompt_logprobs_of_a_prompt_that_was_preempted_halfway() -> None:
+    engine = Engine(num_blocks=10, block_size=2, max_batched_tokens=2)
+    engine.submit("first", [1], max_tokens=15)
+    engine.step()
+    prompt = list(range(16))
+    engine.submit("second", prompt, max_tokens=2, sampling={"prompt_logprobs": 0})
+    engine.run()
+    assert engine.engine.status().counters.preemptions > 0
+    assert reported_prompt_logprobs(engine.front_end, "second") == prompt_logprobs(prompt)
+    assert engine.front_end.tokens("second") == greedy(prompt, 2)
+    assert engine.front_end.tokens("first") == greedy([1], 15)
+
+
+def test_a_failed_step_ends_the_requests_in_it_and_no_other() -> None:
+    engine = Engine(max_running_requests=2)
+    for name in ("a", "b", "c"):
+        engine.submit(name, [ord(name) % VOCAB_SIZE] * 3)
+    engine.step()
+    engine.runner.broken = True
+    engine.step()
+    engine.runner.broken = False
+    engine.run()
+    assert (engine.front_end.error("a"), engine.front_end.error("b")) == ("INTERNAL", "INTERNAL")
+    assert engine.front_end.tokens("c") == greedy([ord("c") % VOCAB_SIZE] * 3, 3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_len": 9},
+        {"n": 1000},
+        {"token_ids": [VOCAB_SIZE]},
+        {"token_ids": [0] * 200},
+        {"sampling": {"temperature": float("nan")}},
+        {"sampling": {"top_p": float("inf")}},
+        {"sampling": {"min_tokens": 2**32 - 1}},
+        {"sampling": {"stop_token_ids": [VOCAB_SIZE]}},
+        {"sampling": {"logit_bias": {2**32 - 1: 1.0}}},
+        {"name": "x" * 1000},
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_served_costs_no_other(fields: dict[str, Any]) -> None:
+    engine = Engine()
+    engine.submit("good", [1, 2, 3], max_tokens=5)
+    engine.step()
+    other = engine.connect("other")
+    name = fields.get("name", "bad")
+    engine.submit(client=other, **{"name": name, "prompt": [1, 2, 3], **fields})
+    engine.step()
+    assert other.error(name) == "INVALID"
+    engine.run()
+    assert engine.front_end.tokens("good") == greedy([1, 2, 3], 5)
+
+
+def test_deadlines_full_queues_and_a_stop_are_told() -> None:
+    engine = Engine(max_running_requests=1, max_waiting_requests=1)
+    engine.submit("slow", [1], max_tokens=100, timeout_ms=2500)
+    engine.step()
+    engine.submit("queued", [2], max_tokens=100)
+    engine.submit("refused", [3])
+    for _ in range(3):
+        engine.step()
+    assert engine.front_end.error("slow") == "TIMEOUT"
+    assert engine.front_end.error("refused") == "OVERLOADED"
+    assert engine.front_end.outputs["refused"][0].error.retry_after_ms > 0
+    engine.engine.stop(engine.now)
+    assert engine.front_end.error("queued") == "UNAVAILABLE"
+    assert engine.engine.idle
+    assert engine.engine.status().held_blocks == 0
+
+
+def test_leaving_takes_along_ones_own_requests_only() -> None:
+    engine = Engine()
+    other = engine.connect("other")
+    # Two front ends may use the same name.
+    engine.submit("r", [1], max_tokens=50)
+    engine.submit("r", [2], max_tokens=5, client=other)
+    engine.submit("gone", [3], max_tokens=50, client=other)
+    engine.step()
+    engine.engine.handle(Aborted(other, "gone"), engine.now)
+    engine.engine.handle(Aborted(other, "unknown"), engine.now)
+    engine.engine.handle(ClientGone(engine.front_end), engine.now)
+    engine.run()
+    assert other.tokens("r") == greedy([2], 5)
+    assert len(other.tokens("gone")) == 1
+    assert len(engine.front_end.tokens("r")) == 1
+    assert engine.engine.status().counters.requests_aborted == 2

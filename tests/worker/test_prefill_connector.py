@@ -1,0 +1,234 @@
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequences
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer import prefill_peer
+from kv_transfer.layout import CacheLayout, OwnerLayer
+from kv_transfer.manifest import Manifest
+from kv_transfer.prefill_peer import TransferEnded, TransferEvent
+from kv_transfer.prefill_server import PrefillJob, PrefillServer
+from kv_transfer.staging import StagingBudget
+from worker.prefill_connector import BUSY_BACKOFF, FIRST_BACKOFF, LONGEST_BACKOFF, OpenTransfer, PrefillConnector
+from worker.prefill_selector import PrefillCandidate
+from worker.sampling_params import SamplingParams
+from worker.scheduler import NO_PREFILL, PrefillCredit
+from worker.sequence import Epoch, RequestId, Sequence
+
+LAYOUT = CacheLayout("model", "float32", (OwnerLayer("a", 1, 4),), "digest", 0)
+SECONDS = 20.0
+STREAMS = 3
+
+
+class LeastLoaded:
+    """A selector that notes what it was asked and may do something in between."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[PrefillCandidate]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def choose(self, candidates: Sequences[PrefillCandidate], token_ids: Sequences[int], salt: str) -> str:
+        assert list(token_ids) == list(range(9))
+        assert salt == "salt"
+        self.asked.append(sorted(candidates, key=lambda candidate: candidate.incarnation))
+        self.meanwhile()
+        return min(candidates, key=lambda candidate: (candidate.outstanding_tokens, candidate.incarnation)).incarnation
+
+
+class Cluster:
+    """One connector, and as many real prefill servers as a test starts."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, PrefillServer] = {}
+        self.jobs: queue.Queue[PrefillJob] = queue.Queue()
+        self.events: queue.Queue[TransferEvent] = queue.Queue()
+        self.selector = LeastLoaded()
+        self.connector = PrefillConnector(
+            LAYOUT, "decode-1", self.selector, StagingBudget(1 << 20), self.events.put, transfer_timeout=SECONDS
+        )
+
+    def start(self, *incarnations: str, layout: CacheLayout = LAYOUT) -> dict[str, str]:
+        """Start servers; returns what the directory would say of them."""
+        for incarnation in incarnations:
+            server = PrefillServer(layout, incarnation, STREAMS, self.jobs.put, host="127.0.0.1")
+            server.start()
+            self.servers[incarnation] = server
+        return {incarnation: self.address(incarnation) for incarnation in incarnations}
+
+    def address(self, incarnation: str) -> str:
+        return f"127.0.0.1:{self.servers[incarnation].port}"
+
+    def open(self, now: float = 0.0, epoch: int = 1) -> OpenTransfer | None:
+        sequence = Sequence(
+            request_id=RequestId("request"),
+            choice=0,
+            tokens=list(range(10)),
+            prompt_len=10,
+            sampling=SamplingParams(),
+            salt="salt",
+            arrival=0.0,
+            deadline=1e6,
+            epoch=Epoch(epoch),
+        )
+        return self.connector.open(sequence, Manifest("request", epoch, 2, 9, (), 1e6, LAYOUT), now)
+
+    def opened(self, now: float = 0.0) -> OpenTransfer:
+        transfer = self.open(now)
+        assert transfer is not None
+        return transfer
+
+    def close(self) -> None:
+        self.connector.close()
+        for server in self.servers.values():
+            server.stop(0.0)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+def test_credit_is_what_all_replicas_grant_less_what_is_open(cluster: Cluster) -> None:
+    assert cluster.connector.credit(0.0) == NO_PREFILL
+    cluster.connector.update(cluster.start("p1", "p2"))
+    assert cluster.connector.peers == 2
+    assert cluster.connector.last_error == ""
+    assert cluster.connector.credit(0.0) == PrefillCredit(True, 2 * STREAMS)
+    opened = [cluster.opened() for _ in range(2 * STREAMS)]
+    assert cluster.connector.credit(0.0) == PrefillCredit(True, 0)
+    assert cluster.open() is None
+    assert sorted(transfer.incarnation for transfer in opened) == ["p1"] * STREAMS + ["p2"] * STREAMS
+    cluster.connector.closed(opened[0], 0.0, failed=False, busy=False)
+    assert cluster.connector.credit(0.0) == PrefillCredit(True, 1)
+    assert cluster.opened().incarnation == opened[0].incarnation
+
+
+def test_a_call_carries_the_prompt_without_its_last_token(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    cluster.opened()
+    job = cluster.jobs.get(timeout=SECONDS)
+    assert (job.request_id, job.epoch, job.token_ids, job.held, job.cache_salt) == (
+        "request", 1, tuple(range(9)), 2, "salt",
+    )  # fmt: skip
+    assert job.timeout == SECONDS  # the shorter of the transfer's own and the request's
+
+
+def test_the_selector_sees_what_each_replica_still_has_to_do(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1", "p2"))
+    first = cluster.opened()
+    cluster.opened()
+    cluster.connector.closed(first, 0.0, failed=False, busy=False)
+    cluster.opened()
+    assert cluster.selector.asked == [
+        [PrefillCandidate("p1", 0), PrefillCandidate("p2", 0)],
+        [PrefillCandidate("p1", 9), PrefillCandidate("p2", 0)],
+        [PrefillCandidate("p1", 0), PrefillCandidate("p2", 9)],
+    ]
+
+
+def test_a_replica_that_fails_is_left_alone_longer_each_time(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    now, pauses = 100.0, []
+    for _ in range(8):
+        cluster.connector.closed(cluster.opened(now), now, failed=True, busy=False)
+        assert cluster.connector.credit(now) == PrefillCredit(False, 0), "nobody waits for a replica that failed"
+        assert cluster.open(now) is None
+        pause = FIRST_BACKOFF
+        while not cluster.connector.credit(now + pause).reachable:
+            pause += FIRST_BACKOFF
+        pauses.append(pause)
+        now += pause
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, LONGEST_BACKOFF, LONGEST_BACKOFF]
+    cluster.connector.closed(cluster.opened(now), now, failed=False, busy=False)
+    cluster.connector.closed(cluster.opened(now), now, failed=True, busy=False)
+    assert cluster.connector.credit(now + FIRST_BACKOFF) == PrefillCredit(True, STREAMS)
+
+
+def test_a_busy_replica_is_waited_for(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    cluster.connector.closed(cluster.opened(), 0.0, failed=False, busy=True)
+    assert cluster.connector.credit(0.0) == PrefillCredit(reachable=True, streams=0)
+    assert cluster.open() is None
+    assert cluster.connector.credit(BUSY_BACKOFF) == PrefillCredit(reachable=True, streams=STREAMS)
+
+
+def test_replicas_come_and_go_with_the_directory(cluster: Cluster) -> None:
+    replicas = cluster.start("p1", "p2")
+    cluster.connector.update(replicas)
+    cluster.opened()
+    cluster.connector.update({"p2": replicas["p2"]})
+    assert cluster.connector.credit(0.0) == PrefillCredit(True, STREAMS)
+    ended = cluster.events.get(timeout=SECONDS)
+    assert isinstance(ended, TransferEnded)
+    assert ended.end is None
+    assert cluster.opened().incarnation == "p2"
+
+
+def test_a_directory_that_blinks_does_not_change_what_is_granted(cluster: Cluster) -> None:
+    replicas = cluster.start("p1")
+    cluster.connector.update(replicas)
+    opened = cluster.opened()
+    cluster.connector.update({})
+    cluster.connector.update(replicas)
+    # The end of the old connection's transfer is heard only now.
+    cluster.connector.closed(opened, 0.0, failed=True, busy=False)
+    assert cluster.connector.credit(0.0) == PrefillCredit(True, STREAMS)
+    assert [cluster.open() is not None for _ in range(STREAMS + 1)] == [True] * STREAMS + [False]
+
+
+def test_a_replica_that_vanishes_while_it_is_asked_costs_only_that_transfer(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    vanished = threading.Thread(target=cluster.connector.update, args=[{}])
+
+    def meanwhile() -> None:
+        vanished.start()
+        vanished.join(0.2)
+
+    cluster.selector.meanwhile = meanwhile
+    cluster.open()  # on the engine's thread, where an exception would end the replica
+    vanished.join(SECONDS)
+    ended = cluster.events.get(timeout=SECONDS)
+    assert isinstance(ended, TransferEnded)
+    assert ended.end is None
+    assert cluster.connector.credit(0.0) == NO_PREFILL
+
+
+def test_a_replica_of_another_model_is_named_and_not_asked_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = cluster.start("p1", layout=replace(LAYOUT, fingerprint="another"))
+    handshakes = []
+    connect = prefill_peer.PrefillPeer.connect
+
+    def counted(peer: prefill_peer.PrefillPeer) -> None:
+        handshakes.append(peer.address)
+        connect(peer)
+
+    monkeypatch.setattr(prefill_peer.PrefillPeer, "connect", counted)
+    for _ in range(3):
+        cluster.connector.update(replicas)
+    assert "fingerprint" in cluster.connector.last_error
+    assert cluster.connector.credit(0.0) == NO_PREFILL
+    assert len(handshakes) == 1
+    # Only a new incarnation can be different.
+    cluster.connector.update(cluster.start("p2"))
+    assert cluster.connector.last_error == ""
+    assert cluster.connector.peers == 1
+
+
+def test_an_address_that_belongs_to_somebody_else_by_now_is_not_used(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_peer, "HANDSHAKE_SECONDS", 0.2)
+    cluster.start("p2")
+    cluster.connector.update({"p1": cluster.address("p2"), "p3": "127.0.0.1:1"})
+    assert cluster.connector.peers == 0
+    assert cluster.connector.last_error in (f"{cluster.address('p2')} is p2 by now", "127.0.0.1:1: DEADLINE_EXCEEDED")
+    cluster.connector.update({"p2": cluster.address("p2")})
+    assert cluster.connector.peers == 1
+    assert cluster.connector.last_error == ""
