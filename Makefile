@@ -7,6 +7,7 @@ SHELL := bash
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
+DEV := $(VENV)/installed-dev
 MODEL ?= smollm2
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
@@ -30,15 +31,15 @@ serve: $(STAMP)
 test: lint check-proto
 	$(PY) -m pytest
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-proto: $(STAMP)
+proto: $(DEV)
 	$(call generate,.)
 
-check-proto: $(STAMP)
+check-proto: $(DEV)
 	@rm -rf $(GENERATED) && mkdir -p $(GENERATED)
 	$(call generate,$(GENERATED))
 	@for stub in $$(cd $(GENERATED) && find . -type f); do \
@@ -63,6 +64,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; \
 	fi; \
 	test -x $(PY) || { echo "creating $(VENV) with $$found"; $$found -m venv $(VENV); }
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+# What only tests and linters need.
+$(DEV): $(STAMP)
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -23,6 +23,8 @@ app = typer.Typer(
     help="LLM serving with disaggregated prefill and cross-layer KV sharing.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Plain help wraps; rich tables cut flag names off at 80 columns.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")

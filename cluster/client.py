@@ -112,6 +112,8 @@ class ApiClient:
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # OpenAI's clients want /v1 at the end, so people type it here as well.
+        base_url = base_url.rstrip("/").removesuffix("/v1")
         self._base_url = base_url
         try:
             self._http = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(timeout, connect=10.0))

@@ -58,7 +58,8 @@ class ClusterConfig(BaseSettings):
         "127.0.0.1", min_length=1, description="Address under which replicas reach each other on this machine."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV. auto: the checkpoint's own."
+        "auto",
+        description="Type of weights and KV. auto: the checkpoint's own, or float32 on a CPU without 16-bit arithmetic.",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     kv_sharing: str = Field(

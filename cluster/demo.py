@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -112,10 +113,15 @@ def _ask(base_url: str, layout: ModelSummary, question: str, console: Console, s
 
 
 def _comparison(results: Sequence[LayoutResult]) -> Table:
-    table = Table(title="What the prefill replica sent to the decode replica for one question", title_justify="left")
+    table = Table(
+        title="What the prefill replica sent to the decode replica for one question",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("KV sharing")
-    for title in ("layers with KV", "prompt tokens", "KV bytes sent", "lower bound", "bytes saved", "first token"):
-        table.add_column(title, justify="right")
+    for title in ("KV layers", "prompt", "KV bytes sent", "lower bound", "bytes saved", "first token"):
+        table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             result.kv_sharing,

@@ -24,6 +24,8 @@ from cluster.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
+READY_POLL_SECONDS = 0.05
+BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,16 @@ class FrontEndConfig:
 
 
 class FrontEnd:
-    """See the module. Listening when the constructor returns; ``stop`` closes every connection."""
+    """See the module. It listens as soon as a replica can answer; ``stop`` closes every connection."""
 
     def __init__(self, config: FrontEndConfig) -> None:
         self._config = config
         self._tokenizer = Tokenizer.from_directory(config.tokenizer)
-        self._socket = _listen(config.host, config.port)
+        self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
-        self._listening = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="http", daemon=True)
         self._thread.start()
-        self._listening.wait()
 
     @property
     def alive(self) -> bool:
@@ -86,21 +86,21 @@ class FrontEnd:
                 app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=int(STOP_SECONDS)
             )
         )
-        # Ray's worker owns the process's signals.
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        self._listening.set()
         try:
-            await self._server._serve([self._socket])
+            # Until something can be answered, a client should see that nobody listens, not an error.
+            while not (self._replicas.ready() or self._server.should_exit):
+                await asyncio.sleep(READY_POLL_SECONDS)
+            self._socket.listen(BACKLOG)
+            await self._server.serve([self._socket])
         finally:
             await self._replicas.stop()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket that several front ends on one machine may share."""
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that several front ends on one machine may share."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind((host, port))
-    listener.listen(2048)
     return listener

@@ -28,6 +28,7 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
             console.print(
                 f"\n[bold]{escape(summary.model)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
                 f" ({config.mode.value}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
+                f" {summary.dtype},"
                 f" {summary.num_blocks:,} blocks per replica)\n"
                 f"  crosskv chat --base-url {cluster.base_url}\n"
                 f"  crosskv status --base-url {cluster.base_url}\n"

@@ -14,7 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import CrosskvError
 from cluster.options import with_cluster_options
 
-bench = typer.Typer(help="Measure a cluster.", no_args_is_help=True)
+bench = typer.Typer(help="Measure a cluster.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def _whole_numbers(text: str, flag: str) -> tuple[int, ...]:

@@ -160,14 +160,14 @@ def percentiles(distribution: Distribution) -> str:
 
 
 def _plot_bytes(runs: Sequence[TransferRun], path: Path) -> Path:
-    """Draw the payload per request, with the lower bound as a line across each bar."""
-    figure, axes = _figure("KV sent per request", "MiB (log scale)")
+    """Draw the payload per request from zero, each bar with its value and the lower bound as a line across it."""
+    figure, axes = _figure("KV sent per request (black: lower bound)", "MiB")
     for run, position, width, color in _bars(runs):
-        axes.bar(position, run.payload_bytes / run.requests / _MEBIBYTE, width, color=color, label=_label(run, runs))
+        sent = run.payload_bytes / run.requests / _MEBIBYTE
+        bar = axes.bar(position, sent, width, color=color, label=_label(run, runs))
+        axes.bar_label(bar, fmt="%.3g", fontsize=8, padding=2)
         bound = run.lower_bound_bytes / run.requests / _MEBIBYTE
         axes.hlines(bound, position - width / 2, position + width / 2, colors="black", linewidth=1.5)
-    if any(run.payload_bytes for run in runs):
-        axes.set_yscale("log")
     return _save(figure, axes, runs, path)
 
 
