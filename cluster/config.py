@@ -59,7 +59,7 @@ class ClusterConfig(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and KV. auto: the checkpoint's own, or float32 on a CPU without 16-bit arithmetic.",
+        description="Type of weights and KV. auto: the checkpoint's own; float32 on a CPU without 16-bit units.",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     kv_sharing: str = Field(

@@ -88,7 +88,7 @@ class FrontEnd:
         )
         try:
             # Until something can be answered, a client should see that nobody listens, not an error.
-            while not (self._replicas.ready() or self._server.should_exit):
+            while not (self._replicas.ready() or self._server.should_exit):  # noqa: ASYNC110 (readiness has no event)
                 await asyncio.sleep(READY_POLL_SECONDS)
             self._socket.listen(BACKLOG)
             await self._server.serve([self._socket])
