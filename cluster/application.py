@@ -5,6 +5,7 @@ A command holds ``running_cluster`` open for as long as the cluster should live;
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from cluster.config import ClusterConfig, Mode
 from cluster.deployments import build_application
 from cluster.directory import stop_directory
 from cluster.errors import CrosskvError
-from cluster.front_end import FrontEndConfig
+from cluster.front_end import FrontEndConfig, chat_template
 from cluster.inspect_model import ModelSummary, inspect_model, require_servable
 from cluster.model_store import resolve_model
 from cluster.openai.limits import ModelCard
@@ -27,12 +28,18 @@ from worker.dtype import DTYPES, choose_device, choose_dtype
 APPLICATION = "crosskv"
 READY_SECONDS = 600.0
 RAY_START_ATTEMPTS = 3
+STOP_SECONDS = 30.0
+ALIVE_SECONDS = 10.0
 
 Progress = Callable[[str], None]
 
 
 class ClusterStartError(CrosskvError):
     """The cluster did not come up; the message says which part and why."""
+
+
+class ClusterLost(CrosskvError):
+    """The Ray cluster that carried the application is gone."""
 
 
 class RunningCluster:
@@ -57,6 +64,7 @@ class RunningCluster:
         self._summary = summary
         files = resolve_model(config.model)
         tokenizer = TokenizerConfig.from_directory(files.tokenizer)
+        chat_template(tokenizer)
         limit = min(config.max_model_len or summary.longest_context, summary.cache_tokens)
         front_end = FrontEndConfig(
             host=config.host,
@@ -86,6 +94,13 @@ class RunningCluster:
         """Replace the application by another layout on the same Ray cluster."""
         self.undeploy()
         self.deploy(config)
+
+    def require_alive(self) -> None:
+        """Raise ``ClusterLost`` when Ray itself is gone: then nothing would replace a replica that dies."""
+        alive: list[bool] = []
+        answered = _bounded(lambda: alive.extend(node["Alive"] for node in ray.nodes()), ALIVE_SECONDS)
+        if not (answered and any(alive)):
+            raise ClusterLost("Ray has died under the cluster; start it again")
 
     def undeploy(self) -> None:
         """Stop the application."""
@@ -118,9 +133,19 @@ def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[Runni
             cluster.deploy(config)
             yield cluster
         finally:
-            cluster.undeploy()
+            _bounded(cluster.undeploy, STOP_SECONDS)
     finally:
-        ray.shutdown()
+        if not _bounded(ray.shutdown, STOP_SECONDS):
+            # Ray's processes are gone and it waits for them. Our own end takes along what is left of a local cluster.
+            os._exit(1)
+
+
+def _bounded(action: Callable[[], None], seconds: float) -> bool:
+    """Run ``action``, but wait for it no longer than ``seconds``: calls into a dead Ray may never return."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def _connect(config: ClusterConfig) -> None:

@@ -74,7 +74,7 @@ class ClusterConfig(BaseSettings):
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output. Default: the model's own.")
     max_batched_tokens: int = Field(1024, ge=1, description="Tokens that one engine step may compute.")
     max_running_requests: int = Field(64, ge=1, description="Requests that one engine runs at once.")
-    max_waiting_requests: int = Field(1024, ge=0, description="Requests that may queue before new ones get 429.")
+    max_waiting_requests: int = Field(1024, ge=1, description="Requests that may queue before new ones get 429.")
     prefix_caching: bool = Field(True, description="Reuse KV of prompts that begin alike.")
     local_prefill_threshold: int = Field(
         0, ge=0, description="Decode replicas prefill uncached suffixes up to this many tokens themselves."

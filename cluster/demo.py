@@ -118,10 +118,11 @@ def _comparison(results: Sequence[LayoutResult]) -> Table:
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    table.add_column("KV sharing")
-    for title in ("KV layers", "prompt", "KV bytes sent", "lower bound", "bytes saved", "first token"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("sharing", no_wrap=True)
+    for title in ("KV layers", "prompt", "KV bytes sent", "lower bound", "bytes saved", "time to\nfirst\ntoken"):
+        table.add_column(title, justify="right")
     for result in results:
         table.add_row(
             result.kv_sharing,

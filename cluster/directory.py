@@ -5,6 +5,7 @@ It holds nothing that its callers do not know: if it is lost, the next report ma
 """
 
 import time
+from dataclasses import dataclass
 
 import ray
 
@@ -16,13 +17,22 @@ EXPIRY_SECONDS = 5.0
 """Long enough for a busy machine to be late; a replica that died is noticed by its broken connections at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The live replicas that a directory knows. A new directory's is not ``complete``: some may not have reported."""
+
+    records: tuple[ReplicaRecord, ...]
+    complete: bool
+
+
 class Directory:
     """The actor's content."""
 
     def __init__(self) -> None:
+        self._complete_from = time.monotonic() + EXPIRY_SECONDS
         self._records: dict[str, tuple[ReplicaRecord, float]] = {}
 
-    def report(self, record: ReplicaRecord) -> list[ReplicaRecord]:
+    def report(self, record: ReplicaRecord) -> Listing:
         """Renew one replica's entry; returns every live one."""
         self._records[record.incarnation] = (record, time.monotonic())
         return self.live()
@@ -31,11 +41,11 @@ class Directory:
         """A replica ends in an orderly way."""
         self._records.pop(incarnation, None)
 
-    def live(self) -> list[ReplicaRecord]:
+    def live(self) -> Listing:
         """Every replica that reported within ``EXPIRY_SECONDS``."""
         now = time.monotonic()
         self._records = {name: entry for name, entry in self._records.items() if now - entry[1] < EXPIRY_SECONDS}
-        return [record for record, _ in self._records.values()]
+        return Listing(tuple(record for record, _ in self._records.values()), now >= self._complete_from)
 
 
 class DirectoryClient:
@@ -44,28 +54,33 @@ class DirectoryClient:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._actor: ray.actor.ActorHandle | None = None
+        self._known: dict[str, ReplicaRecord] = {}
 
     async def report(self, record: ReplicaRecord) -> list[ReplicaRecord]:
         """Renew a replica's entry; returns every live one."""
         try:
-            records: list[ReplicaRecord] = await self._handle().report.remote(record)
+            return self._merge(await self._handle().report.remote(record))
         except ray.exceptions.RayActorError:
             self._actor = None
             raise
-        return records
 
     async def live(self) -> list[ReplicaRecord]:
         """Every live replica."""
         try:
-            records: list[ReplicaRecord] = await self._handle().live.remote()
+            return self._merge(await self._handle().live.remote())
         except ray.exceptions.RayActorError:
             self._actor = None
             raise
-        return records
 
     async def remove(self, incarnation: str) -> None:
         """A replica ends in an orderly way."""
         await self._handle().remove.remote(incarnation)
+
+    def _merge(self, listing: Listing) -> list[ReplicaRecord]:
+        """What is known after ``listing``: absence from an incomplete one means nothing."""
+        listed = {record.incarnation: record for record in listing.records}
+        self._known = listed if listing.complete else self._known | listed
+        return list(self._known.values())
 
     def _handle(self) -> "ray.actor.ActorHandle":
         if self._actor is None:

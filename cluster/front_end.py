@@ -19,7 +19,7 @@ from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.replica_set import ReplicaSet
 from cluster.text.chat_template import ChatTemplate
-from cluster.text.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer, TokenizerConfig
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class FrontEnd:
     def __init__(self, config: FrontEndConfig) -> None:
         self._config = config
         self._tokenizer = Tokenizer.from_directory(config.tokenizer)
+        self._chat_template = chat_template(self._tokenizer.config)
         self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
@@ -72,18 +73,22 @@ class FrontEnd:
         config = self._config
         self._replicas = ReplicaSet(DirectoryClient(config.directory).live, needs_prefill=config.needs_prefill)
         self._replicas.start()
-        source = self._tokenizer.config.chat_template
         app = build_app(
             engine=self._replicas,
             tokenizer=self._tokenizer,
-            chat_template=ChatTemplate(source, self._tokenizer.config.special_tokens) if source is not None else None,
+            chat_template=self._chat_template,
             model=config.model,
             limits=ApiLimits(),
             metrics=CollectorRegistry(),
         )
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=int(STOP_SECONDS)
+                app,
+                # Its default would take the log handlers of everything else in this process down, Serve's included.
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=int(STOP_SECONDS),
             )
         )
         try:
@@ -94,6 +99,13 @@ class FrontEnd:
             await self._server.serve([self._socket])
         finally:
             await self._replicas.stop()
+
+
+def chat_template(config: TokenizerConfig) -> ChatTemplate | None:
+    """A checkpoint's chat template, if it has one; raises ``CrosskvError`` for one that cannot be compiled."""
+    if config.chat_template is None:
+        return None
+    return ChatTemplate(config.chat_template, config.special_tokens)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -36,6 +36,7 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
             )
             try:
                 while True:
-                    time.sleep(60)
+                    time.sleep(2)
+                    cluster.require_alive()
             except KeyboardInterrupt:
                 steps("stopping")

@@ -95,6 +95,10 @@ class PrefillPeer:
                 raise HandshakeMismatch(error.details()) from error
             raise
         require_match(self._layout, parse_layout(reply.layout), reply.wire_version, self.address)
+        if reply.max_streams < 1:
+            raise HandshakeMismatch(
+                f"{self.address} grants no stream; start it with --max-prefill-streams of at least 1"
+            )
         self.incarnation = reply.incarnation
         self.max_streams = reply.max_streams
         self._threads = ThreadPoolExecutor(reply.max_streams, thread_name_prefix="kv-in")

@@ -294,7 +294,7 @@ class EngineClient:
         timeout_ms: int = 0,
         **sampling: Any,
     ) -> PendingAnswer:
-        """Ask for tokens: greedy, not stopping at an end of sequence, unless ``sampling`` (``wire.Sampling``) differs."""
+        """Ask for tokens: greedy and past any end of sequence, unless ``sampling`` (``wire.Sampling``) says else."""
         request_id = f"request-{next(self._numbers)}"
         settings = {"top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, "max_tokens": 16} | sampling
         pending = self._pending[request_id] = PendingAnswer(self, request_id, n)

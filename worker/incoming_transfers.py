@@ -12,7 +12,7 @@ from kv_transfer.manifest import Manifest
 from kv_transfer.prefill_peer import PieceArrived, TransferEnded
 from kv_transfer.staging import StagingBudget
 from worker.model_runner import ModelRunner
-from worker.prefill_connector import OpenTransfer, PrefillConnector
+from worker.prefill_connector import OpenTransfer, Outcome, PrefillConnector
 from worker.scheduler import PrefillCredit
 from worker.sequence import Epoch, RequestId, Sequence
 from worker.wire import engine_pb2 as wire
@@ -101,7 +101,8 @@ class IncomingTransfers:
         if incoming is None:
             return None
         complete = event.end is not None and incoming.ledger.complete
-        self._connector.closed(incoming.opened, now, failed=not complete and not event.busy, busy=event.busy)
+        outcome = Outcome.COMPLETE if complete else Outcome.BUSY if event.busy else Outcome.FAILED
+        self._connector.closed(incoming.opened, outcome, now)
         if not complete and not event.busy:
             log.warning("transfer of %s failed: %s", event.request_id, event.error)
         return incoming
@@ -111,7 +112,7 @@ class IncomingTransfers:
         for incoming in [incoming for incoming in self._live.values() if incoming.sequence.request_id == name]:
             del self._live[incoming.sequence.epoch]
             incoming.opened.transfer.cancel()
-            self._connector.closed(incoming.opened, now, failed=False, busy=False)
+            self._connector.closed(incoming.opened, Outcome.CANCELLED, now)
 
     def close(self) -> None:
         """Drop every connection."""

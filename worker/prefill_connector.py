@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import grpc
 
@@ -26,6 +27,16 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF = 0.25
 LONGEST_BACKOFF = 15.0
 BUSY_BACKOFF = 0.02
+BUSY_PATIENCE = 5.0
+
+
+class Outcome(Enum):
+    """How a transfer ended. A cancelled one says nothing about its peer."""
+
+    COMPLETE = auto()
+    FAILED = auto()
+    BUSY = auto()
+    CANCELLED = auto()
 
 
 @dataclass(slots=True)
@@ -37,6 +48,7 @@ class _Link:
     outstanding_tokens: int = 0
     backoff: float = 0.0
     usable_from: float = 0.0
+    busy_since: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +156,28 @@ class PrefillConnector:
             link.outstanding_tokens += len(tokens)
         return OpenTransfer(chosen, link, len(tokens), transfer)
 
-    def closed(self, opened: OpenTransfer, now: float, *, failed: bool, busy: bool) -> None:
-        """Account for a transfer that ended; a peer that failed is left alone for a growing while."""
+    def closed(self, opened: OpenTransfer, outcome: Outcome, now: float) -> None:
+        """Account for a transfer that ended.
+
+        A peer that failed is left alone for a growing while; one that had no stream to spare, for a moment, unless it
+        has been so for ``BUSY_PATIENCE``: then it counts as failed, and prompts are computed elsewhere.
+        """
         link = opened.link
         link.streams -= 1
         link.outstanding_tokens -= opened.tokens
-        if busy:
-            link.usable_from = now + BUSY_BACKOFF
-        elif failed:
-            link.backoff = min(LONGEST_BACKOFF, max(FIRST_BACKOFF, link.backoff * 2))
-            link.usable_from = now + link.backoff
-        else:
-            link.backoff = 0.0
+        if outcome is Outcome.BUSY:
+            link.busy_since = link.busy_since if link.busy_since is not None else now
+            if now - link.busy_since < BUSY_PATIENCE:
+                link.usable_from = now + BUSY_BACKOFF
+                return
+            outcome = Outcome.FAILED
+        match outcome:
+            case Outcome.FAILED:
+                link.backoff = min(LONGEST_BACKOFF, max(FIRST_BACKOFF, link.backoff * 2))
+                link.usable_from = now + link.backoff
+            case Outcome.COMPLETE:
+                link.backoff = 0.0
+                link.busy_since = None
 
     def close(self) -> None:
         """Drop every connection."""

@@ -83,11 +83,12 @@ class PrefillEngine:
             except Exception:
                 log.exception("a step failed; its prompts are given up")
                 self._fail_step(plan)
-                return True
-            self.counters.steps += 1
-            self._scheduler.commit(plan, [], now)
-        for sequence in {s.request_id: s for s in (*plan.admitted, *(r.sequence for r in plan.rows))}.values():
-            self._advance(self._jobs[sequence.request_id], now)
+            else:
+                self.counters.steps += 1
+                self._scheduler.commit(plan, [], now)
+        for name in dict.fromkeys(s.request_id for s in (*plan.admitted, *(rows.sequence for rows in plan.rows))):
+            if name in self._jobs:
+                self._advance(self._jobs[name], now)
         if self._scheduler.idle:
             self._cache.pool.check()
         return bool(plan.rows)

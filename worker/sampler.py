@@ -40,6 +40,8 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     chosen = logits.index_select(0, torch.tensor([draw.row for draw in draws], device=logits.device))
     for row, draw in enumerate(draws):
         _adjust(chosen[row], draw)
+    if chosen.isnan().any():
+        raise FloatingPointError("the model's logits are not numbers; its weights may be damaged")
     tokens = chosen.argmax(dim=-1)
     random = [row for row, draw in enumerate(draws) if not draw.sequence.sampling.greedy]
     if random:

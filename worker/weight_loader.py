@@ -10,8 +10,8 @@ class WeightMismatch(ValueError):
     """A checkpoint that does not fit the model that its configuration describes."""
 
 
-def load_weights(model: Model, checkpoint: Checkpoint, known_names: Iterable[str]) -> None:
-    """Load every slot of ``model``.
+def require_tensors(model: Model, checkpoint: Checkpoint, known_names: Iterable[str]) -> None:
+    """Raise ``WeightMismatch`` unless the checkpoint has what ``model`` loads, in its shapes, and nothing unknown.
 
     ``known_names`` are the tensors that the complete, unshared model has: a sharing layer's K and V projections and the
     layers that a headless model leaves out are skipped knowingly. Anything beyond them is refused, because a tensor
@@ -31,6 +31,18 @@ def load_weights(model: Model, checkpoint: Checkpoint, known_names: Iterable[str
             f"wrongly: {_some(sorted(unused))}"
         )
     for slot in slots:
+        shape = checkpoint.shape(slot.name)
+        if shape != tuple(slot.destination.shape):
+            raise WeightMismatch(
+                f"{checkpoint.path}: {slot.name} has shape {list(shape)}, the configuration says "
+                f"{list(slot.destination.shape)}"
+            )
+
+
+def load_weights(model: Model, checkpoint: Checkpoint, known_names: Iterable[str]) -> None:
+    """Load every slot of ``model``, after ``require_tensors``."""
+    require_tensors(model, checkpoint, known_names)
+    for slot in model.slots():
         checkpoint.read_into(slot.name, slot.destination)
 
 

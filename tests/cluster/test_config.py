@@ -45,7 +45,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "max_model_len": (100, 200),
     "max_batched_tokens": (100, 200),
     "max_running_requests": (10, 20),
-    "max_waiting_requests": (0, 20),
+    "max_waiting_requests": (10, 20),
     "prefix_caching": (False, False),
     "local_prefill_threshold": (5, 6),
     "threads": (1, 2),

@@ -96,6 +96,11 @@ class Decode:
         return event
 
     @property
+    def readers_waiting(self) -> int:
+        """Threads that wait for room in staging."""
+        return len(self.staging._changed._waiters)  # type: ignore[attr-defined]
+
+    @property
     def waiting_events(self) -> int:
         return self._events.qsize()
 
@@ -250,6 +255,7 @@ def test_cancelling_frees_a_reader_that_waits_for_room(prefill: Prefill) -> None
         job.stream.put(frame(Piece(0, 3, token, token + 4)))
     assert isinstance(decode.event(), PieceArrived)
     assert decode.staging.used == 96
+    assert eventually(lambda: decode.readers_waiting == 1)
     transfer.cancel()
     assert decode.ended(seconds=1.0).end is None
     assert eventually(lambda: job.stream.cancelled, seconds=1.0)

@@ -4,29 +4,56 @@ import torch
 
 from tests.engine_process import Choice
 from tests.peers.reference import Generation
+from worker.wire.engine_pb2 import TokenLogprobs
 
 TOLERANCE = 1e-4
 """On logits in float32. Where the reference's two best are closer than this, either may win."""
 
 
-def require_agreement(choice: Choice, expected: Generation, tolerance: float = TOLERANCE) -> int:
-    """Raise ``AssertionError`` unless a choice agrees; returns how many tokens could be compared.
+def require_logprobs(choice: Choice, logits: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    """Raise ``AssertionError`` unless a choice's log-probabilities are those of ``logits`` ``[tokens, vocab]``.
 
-    ``choice`` has logprobs, which may be off by ``tolerance``. After a token on which the reference itself is undecided, the texts may differ.
+    Entry ``i`` must describe token ``i``, with its rank, and the most likely tokens in order.
     """
-    assert len(choice.tokens) == len(choice.logprobs) == len(expected.tokens)
-    logprobs = torch.log_softmax(expected.logits, dim=-1)
+    assert len(choice.tokens) == len(choice.logprobs) == len(logits)
+    logprobs = torch.log_softmax(logits, dim=-1)
     for index, (token, described) in enumerate(zip(choice.tokens, choice.logprobs, strict=True)):
-        where = f"token {index} after a prompt of {len(expected.prompt)}"
-        ids = [described.token_id, *described.top_token_ids]
-        values = torch.tensor([described.logprob, *described.top_logprobs])
-        error = (values - logprobs[index, ids]).abs().max().item()
-        assert error <= tolerance, f"{where}: log-probabilities are off by {error:.2e}"
-        assert token == described.token_id
-        if token != expected.tokens[index]:
+        require_described(described, token, logprobs[index], f"token {index}", tolerance)
+
+
+def require_described(
+    described: TokenLogprobs, token: int, logprobs: torch.Tensor, where: str, tolerance: float = TOLERANCE
+) -> None:
+    """Raise ``AssertionError`` unless ``described`` is about ``token`` under ``logprobs`` ``[vocab]``."""
+    assert described.token_id == token, f"{where} is {token}, but {described.token_id} is described"
+    ids = [token, *described.top_token_ids]
+    error = (torch.tensor([described.logprob, *described.top_logprobs]) - logprobs[ids]).abs().max().item()
+    assert error <= tolerance, f"{where}: log-probabilities are off by {error:.2e}"
+    above = int((logprobs > logprobs[token] + tolerance).sum())
+    not_below = int((logprobs >= logprobs[token] - tolerance).sum())
+    assert above < described.rank <= not_below, f"{where}: rank {described.rank}, not within ({above}, {not_below}]"
+    best = logprobs.topk(len(described.top_token_ids)).values - torch.tensor([*described.top_logprobs])
+    assert len(set(described.top_token_ids)) == len(best)
+    assert not len(best) or best.abs().max().item() <= tolerance, f"{where}: these are not the most likely tokens"
+
+
+def require_agreement(choice: Choice, expected: Generation, tolerance: float = TOLERANCE) -> None:
+    """Raise ``AssertionError`` unless a choice has the greedy tokens, and log-probabilities within ``tolerance``.
+
+    What comes after a token on which the reference itself is undecided is not compared.
+    """
+    length = len(expected.prompt)
+    assert len(choice.tokens) == len(expected.tokens)
+    agreeing = len(choice.tokens)
+    for index, (token, wanted) in enumerate(zip(choice.tokens, expected.tokens, strict=True)):
+        if token != wanted:
             best, second = expected.logits[index].topk(2).values.tolist()
             assert best - second < TOLERANCE, (
-                f"{where} is {token}, the reference has {expected.tokens[index]}, which leads by {best - second:.2e}"
+                f"token {index} after a prompt of {length} is {token}, the reference has {wanted}, "
+                f"which leads by {best - second:.2e}"
             )
-            return index + 1
-    return len(choice.tokens)
+            agreeing = index
+            break
+    require_logprobs(
+        Choice(choice.tokens[:agreeing], choice.logprobs[:agreeing]), expected.logits[:agreeing], tolerance
+    )

@@ -10,6 +10,7 @@ from kv_transfer.prefill_peer import PieceArrived, TransferEnded
 from kv_transfer.staging import StagingBudget
 from worker.incoming_transfers import IncomingTransfers
 from worker.kv_cache.block_pool import BlockId
+from worker.prefill_connector import Outcome
 from worker.sampling_params import SamplingParams
 from worker.sequence import Epoch, RequestId, Sequence
 from worker.wire import engine_pb2 as wire
@@ -52,7 +53,7 @@ class Connector:
     refusing: bool = False
     manifests: list[Manifest] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)
-    closings: list[tuple[Opened, bool, bool]] = field(default_factory=list)
+    closings: list[tuple[Opened, Outcome]] = field(default_factory=list)
 
     def open(self, sequence: Sequence, manifest: Manifest, now: float) -> Opened | None:
         assert (sequence.request_id, now) == (NAME, NOW)
@@ -62,8 +63,8 @@ class Connector:
         self.opened.append(Opened(Transfer()))
         return self.opened[-1]
 
-    def closed(self, opened: Opened, now: float, *, failed: bool, busy: bool) -> None:
-        self.closings.append((opened, failed, busy))
+    def closed(self, opened: Opened, outcome: Outcome, now: float) -> None:
+        self.closings.append((opened, outcome))
 
 
 class Receiver:
@@ -120,7 +121,7 @@ def test_a_transfer_from_manifest_to_end() -> None:
     assert receiver.runner.written == [(piece, (5, 3, 8)) for piece in pieces]
     assert receiver.counters.payload_bytes == 2 * 4 * 6
     assert receiver.end(1) == (sequence, True)
-    assert receiver.connector.closings == [(receiver.connector.opened[0], False, False)]
+    assert receiver.connector.closings == [(receiver.connector.opened[0], Outcome.COMPLETE)]
 
 
 def test_choices_of_one_request_can_be_received_at_once() -> None:
@@ -176,7 +177,7 @@ def test_a_piece_that_was_not_asked_for_ends_the_transfer_unwritten() -> None:
         assert receiver.runner.written == []
         assert receiver.connector.opened[0].transfer.cancelled
         assert receiver.end(1, good=False) == (sequence, False)
-        assert [(failed, busy) for _, failed, busy in receiver.connector.closings] == [(True, False)]
+        assert [outcome for _, outcome in receiver.connector.closings] == [Outcome.FAILED]
 
 
 def test_a_repeated_piece_is_not_written_again() -> None:
@@ -193,14 +194,14 @@ def test_an_end_before_everything_has_arrived_is_a_failure() -> None:
     sequence = receiver.start(1, [0])
     receiver.piece(1, Piece(0, 1, 2, 8))
     assert receiver.end(1) == (sequence, False)
-    assert [(failed, busy) for _, failed, busy in receiver.connector.closings] == [(True, False)]
+    assert [outcome for _, outcome in receiver.connector.closings] == [Outcome.FAILED]
 
 
 def test_a_busy_peer_has_not_failed() -> None:
     receiver = Receiver()
     sequence = receiver.start(1, [0])
     assert receiver.end(1, good=False, busy=True) == (sequence, False)
-    assert [(failed, busy) for _, failed, busy in receiver.connector.closings] == [(False, True)]
+    assert [outcome for _, outcome in receiver.connector.closings] == [Outcome.BUSY]
 
 
 def test_a_connector_that_refuses_leaves_nothing_behind() -> None:

@@ -12,7 +12,15 @@ from kv_transfer.manifest import Manifest
 from kv_transfer.prefill_peer import TransferEnded, TransferEvent
 from kv_transfer.prefill_server import PrefillJob, PrefillServer
 from kv_transfer.staging import StagingBudget
-from worker.prefill_connector import BUSY_BACKOFF, FIRST_BACKOFF, LONGEST_BACKOFF, OpenTransfer, PrefillConnector
+from worker.prefill_connector import (
+    BUSY_BACKOFF,
+    BUSY_PATIENCE,
+    FIRST_BACKOFF,
+    LONGEST_BACKOFF,
+    OpenTransfer,
+    Outcome,
+    PrefillConnector,
+)
 from worker.prefill_selector import PrefillCandidate
 from worker.sampling_params import SamplingParams
 from worker.scheduler import NO_PREFILL, PrefillCredit
@@ -103,7 +111,7 @@ def test_credit_is_what_all_replicas_grant_less_what_is_open(cluster: Cluster) -
     assert cluster.connector.credit(0.0) == PrefillCredit(True, 0)
     assert cluster.open() is None
     assert sorted(transfer.incarnation for transfer in opened) == ["p1"] * STREAMS + ["p2"] * STREAMS
-    cluster.connector.closed(opened[0], 0.0, failed=False, busy=False)
+    cluster.connector.closed(opened[0], Outcome.COMPLETE, 0.0)
     assert cluster.connector.credit(0.0) == PrefillCredit(True, 1)
     assert cluster.opened().incarnation == opened[0].incarnation
 
@@ -122,7 +130,7 @@ def test_the_selector_sees_what_each_replica_still_has_to_do(cluster: Cluster) -
     cluster.connector.update(cluster.start("p1", "p2"))
     first = cluster.opened()
     cluster.opened()
-    cluster.connector.closed(first, 0.0, failed=False, busy=False)
+    cluster.connector.closed(first, Outcome.COMPLETE, 0.0)
     cluster.opened()
     assert cluster.selector.asked == [
         [PrefillCandidate("p1", 0), PrefillCandidate("p2", 0)],
@@ -135,7 +143,7 @@ def test_a_replica_that_fails_is_left_alone_longer_each_time(cluster: Cluster) -
     cluster.connector.update(cluster.start("p1"))
     now, pauses = 100.0, []
     for _ in range(8):
-        cluster.connector.closed(cluster.opened(now), now, failed=True, busy=False)
+        cluster.connector.closed(cluster.opened(now), Outcome.FAILED, now)
         assert cluster.connector.credit(now) == PrefillCredit(False, 0), "nobody waits for a replica that failed"
         assert cluster.open(now) is None
         pause = FIRST_BACKOFF
@@ -144,17 +152,25 @@ def test_a_replica_that_fails_is_left_alone_longer_each_time(cluster: Cluster) -
         pauses.append(pause)
         now += pause
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, LONGEST_BACKOFF, LONGEST_BACKOFF]
-    cluster.connector.closed(cluster.opened(now), now, failed=False, busy=False)
-    cluster.connector.closed(cluster.opened(now), now, failed=True, busy=False)
+    cluster.connector.closed(cluster.opened(now), Outcome.COMPLETE, now)
+    cluster.connector.closed(cluster.opened(now), Outcome.FAILED, now)
     assert cluster.connector.credit(now + FIRST_BACKOFF) == PrefillCredit(True, STREAMS)
 
 
 def test_a_busy_replica_is_waited_for(cluster: Cluster) -> None:
     cluster.connector.update(cluster.start("p1"))
-    cluster.connector.closed(cluster.opened(), 0.0, failed=False, busy=True)
+    cluster.connector.closed(cluster.opened(), Outcome.BUSY, 0.0)
     assert cluster.connector.credit(0.0) == PrefillCredit(reachable=True, streams=0)
     assert cluster.open() is None
     assert cluster.connector.credit(BUSY_BACKOFF) == PrefillCredit(reachable=True, streams=STREAMS)
+
+
+def test_a_replica_that_stays_busy_counts_as_failed(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    for now in (0.0, BUSY_PATIENCE / 2, BUSY_PATIENCE):
+        assert cluster.connector.credit(now).reachable
+        cluster.connector.closed(cluster.opened(now), Outcome.BUSY, now)
+    assert not cluster.connector.credit(BUSY_PATIENCE).reachable
 
 
 def test_replicas_come_and_go_with_the_directory(cluster: Cluster) -> None:
@@ -176,7 +192,7 @@ def test_a_directory_that_blinks_does_not_change_what_is_granted(cluster: Cluste
     cluster.connector.update({})
     cluster.connector.update(replicas)
     # The end of the old connection's transfer is heard only now.
-    cluster.connector.closed(opened, 0.0, failed=True, busy=False)
+    cluster.connector.closed(opened, Outcome.FAILED, 0.0)
     assert cluster.connector.credit(0.0) == PrefillCredit(True, STREAMS)
     assert [cluster.open() is not None for _ in range(STREAMS + 1)] == [True] * STREAMS + [False]
 

@@ -4,22 +4,23 @@ Made by commands that inspect a model or check a cluster's settings before anyth
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from kernels.table import attention_backend
-from worker.checkpoint.checkpoint import open_checkpoint
+from worker.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from worker.checkpoint.json_file import read_json_object
 from worker.dtype import DTYPES
 from worker.kv_cache.groups import KVCacheGroup, group_layers
-from worker.kv_cache.sharing import parse_sharing
+from worker.kv_cache.sharing import NoSharing, parse_sharing
 from worker.layers.attention import Attention
 from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
 from worker.models.model import ModelContext
 from worker.models.registry import UnsupportedModel, build_model, longest_context, parse_config
+from worker.weight_loader import require_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,11 @@ class ModelOutline:
 def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -> ModelOutline:
     """Describe the model of a directory with config.json, of a config.json file, or of a ``.gguf`` file.
 
-    ``dtype`` may be ``auto``. Raises ``CheckpointError``, ``UnsupportedModel`` or ``SharingError``, like an engine.
+    ``dtype`` may be ``auto``. Where weights are, their names and shapes are checked as well, without reading
+    them. Raises ``CheckpointError``, ``UnsupportedModel``, ``SharingError`` or ``WeightMismatch``, like an engine.
     """
-    content, own_dtype = _read(path)
+    checkpoint = _open_weights(path)
+    content, own_dtype = _read(path) if checkpoint is None else (checkpoint.config, _name(checkpoint.dtype()))
     config = parse_config(content)
     chosen = DTYPES[own_dtype if dtype == "auto" else dtype]
     meta = torch.device("meta")
@@ -51,6 +54,9 @@ def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -
         max_model_len=2,
     )
     model = build_model(config, context)
+    if checkpoint is not None:
+        whole = build_model(config, replace(context, sharing=NoSharing()))
+        require_tensors(model, checkpoint, (slot.name for slot in whole.slots()))
     return ModelOutline(
         architecture=config.architectures[0],
         vocab_size=model.vocab_size,
@@ -61,11 +67,19 @@ def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -
     )
 
 
-def _read(path: Path) -> tuple[Mapping[str, object], str]:
-    """The configuration and the dtype of the weights, from the weights themselves if they are there."""
+def _open_weights(path: Path) -> Checkpoint | None:
+    """The checkpoint, if there are weights and not only a configuration."""
     if path.suffix != ".json" and (path.is_file() or any(path.glob("*.safetensors"))):
-        checkpoint = open_checkpoint(path)
-        return checkpoint.config, str(checkpoint.dtype()).removeprefix("torch.")
+        return open_checkpoint(path)
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(path: Path) -> tuple[Mapping[str, object], str]:
+    """The configuration and the dtype that it names."""
     content = read_json_object(path if path.suffix == ".json" else path / "config.json")
     dtype = content.get("dtype", content.get("torch_dtype")) or "bfloat16"
     if dtype not in DTYPES:

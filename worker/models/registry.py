@@ -23,6 +23,11 @@ ARCHITECTURES: Mapping[str, Callable[[PretrainedConfig, ModelContext], Model]] =
 }
 
 
+MAX_LAYERS = 1024
+MAX_SIZE = (1 << 31) - 1
+MAX_HEAD_DIM = 4096
+
+
 class UnsupportedModel(ValueError):
     """A model, or a setting of it, that cannot be computed faithfully."""
 
@@ -112,8 +117,18 @@ def _check_sizes(config: PretrainedConfig) -> None:
         "max_position_embeddings",
     ):
         value = getattr(config, field)
-        if not (isinstance(value, int) and 0 < value < 1 << 31):
-            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a positive number")
+        largest = MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
+        if not (isinstance(value, int) and 0 < value <= largest):
+            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from 1 to {largest}")
+    for field, value in (
+        ("rms_norm_eps", config.rms_norm_eps),
+        ("rope_theta", config.rope_parameters.get("rope_theta")),
+    ):
+        if not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a positive finite number")
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None and not (isinstance(head_dim, int) and 0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0):
+        raise UnsupportedModel(f"config.json: head_dim is {head_dim!r}, not an even number from 2 to {MAX_HEAD_DIM}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UnsupportedModel(
             f"config.json: num_attention_heads {config.num_attention_heads} is not a multiple of "

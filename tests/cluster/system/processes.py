@@ -9,7 +9,7 @@ from cluster.directory import directory_actor
 
 def engine_process(incarnation: str) -> tuple[str, int]:
     """The incarnation and the process that listens on its session address."""
-    records = ray.get(directory_actor(APPLICATION).live.remote())
+    records = ray.get(directory_actor(APPLICATION).live.remote()).records
     record = next(record for record in records if record.incarnation == incarnation)
     port = int(record.session_address.rsplit(":", 1)[1])
     for process in psutil.Process().children(recursive=True):
