@@ -127,6 +127,7 @@ def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[Runni
     progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
     _connect(config)
     try:
+        progress("starting Serve")
         serve.start(proxy_location="Disabled")
         cluster = RunningCluster(progress)
         try:

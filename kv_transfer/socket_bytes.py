@@ -1,8 +1,8 @@
 """Bytes that really crossed the KV sockets, as the kernel counts them.
 
 One counter per prefill server. It looks at this process's own TCP connections whose local port is the server's, and
-reads ``tcp_info`` of each (Linux; elsewhere it stays 0). Bytes of both directions count: payload, framing, requests and
-retransmissions alike.
+reads ``tcp_info`` of each (Linux; elsewhere it stays 0). Bytes of both directions count: payload, framing and requests.
+What TCP sent again does not: on a busy machine the kernel repeats segments that were never lost.
 """
 
 import os
@@ -11,10 +11,11 @@ import struct
 import sys
 import threading
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_received at byte 128, tcpi_bytes_sent at byte 200.
+# Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_bytes_sent, tcpi_bytes_retrans.
 _RECEIVED_OFFSET = 128
 _SENT_OFFSET = 200
-_INFO_BYTES = 208
+_REPEATED_OFFSET = 208
+_INFO_BYTES = 216
 
 
 class SocketBytes:
@@ -56,6 +57,7 @@ def _connections(port: int) -> list[tuple[int, object, int]]:
             except (OSError, IndexError, TypeError):
                 continue
             if len(info) == _INFO_BYTES:
-                received, sent = (struct.unpack_from("=Q", info, at)[0] for at in (_RECEIVED_OFFSET, _SENT_OFFSET))
-                found.append((inode, peer, received + sent))
+                offsets = (_RECEIVED_OFFSET, _SENT_OFFSET, _REPEATED_OFFSET)
+                received, sent, repeated = (struct.unpack_from("=Q", info, at)[0] for at in offsets)
+                found.append((inode, peer, received + sent - repeated))
     return found

@@ -29,6 +29,7 @@ end_frames = st.builds(
 
 
 @given(frame=piece_frames)
+@settings(deadline=None)
 def test_a_piece_survives_the_wire_and_is_not_copied(frame: PieceFrame) -> None:
     message = encode_frame(frame)
     decoded = decode_frame(message)
@@ -39,6 +40,7 @@ def test_a_piece_survives_the_wire_and_is_not_copied(frame: PieceFrame) -> None:
 
 
 @given(frame=end_frames)
+@settings(deadline=None)
 def test_an_end_survives_the_wire(frame: EndFrame) -> None:
     decoded = decode_frame(encode_frame(frame))
     assert isinstance(decoded, EndFrame)
@@ -55,23 +57,23 @@ def test_framing_costs_little() -> None:
 
 def decode_or_refuse(message: bytes) -> Frame | None:
     """The only two outcomes that are allowed, in a time that does not depend on what a message claims."""
-    begin = time.perf_counter()
+    begin = time.thread_time()
     try:
         return decode_frame(message)
     except FrameError:
         return None
     finally:
-        assert time.perf_counter() - begin < 1.0
+        assert time.thread_time() - begin < 1.0
 
 
 @given(message=st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_random_bytes_are_refused(message: bytes) -> None:
     decode_or_refuse(message)
 
 
 @given(header=st.binary(max_size=60), payload=st.binary(max_size=20))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_random_headers_are_refused(header: bytes, payload: bytes) -> None:
     frame = decode_or_refuse(struct.pack("<I", len(header)) + header + payload)
     if isinstance(frame, PieceFrame):
@@ -79,7 +81,7 @@ def test_random_headers_are_refused(header: bytes, payload: bytes) -> None:
 
 
 @given(frame=piece_frames | end_frames, where=st.integers(0, 400), value=st.integers(0, 255))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_a_damaged_frame_is_refused_or_still_says_how_much_it_carries(frame: Frame, where: int, value: int) -> None:
     message = bytearray(encode_frame(frame))
     message[where % len(message)] = value
@@ -89,6 +91,7 @@ def test_a_damaged_frame_is_refused_or_still_says_how_much_it_carries(frame: Fra
 
 
 @given(frame=piece_frames | end_frames, cut=st.integers(1, 400), extra=st.binary(min_size=1, max_size=9))
+@settings(deadline=None)
 def test_a_frame_that_is_too_short_or_too_long_is_refused(frame: Frame, cut: int, extra: bytes) -> None:
     message = encode_frame(frame)
     with pytest.raises(FrameError):

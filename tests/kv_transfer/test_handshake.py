@@ -2,7 +2,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match
 from kv_transfer.layout import WIRE_VERSION, CacheLayout, OwnerLayer
@@ -13,6 +13,7 @@ OURS = make_layout(8, 8, 8)
 
 
 @given(layout=layouts)
+@settings(deadline=None)
 def test_a_layout_survives_the_wire(layout: CacheLayout) -> None:
     message = wire.Layout.FromString(layout_message(layout).SerializeToString())
     assert parse_layout(message) == layout

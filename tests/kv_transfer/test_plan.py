@@ -68,6 +68,7 @@ def test_nothing_to_send_makes_no_piece() -> None:
 
 
 @given(layout=layouts, prompt=st.integers(1, 300), held=st.integers(0, 300))
+@settings(deadline=None)
 def test_lower_bound_is_what_lacks_of_every_owner(layout: CacheLayout, prompt: int, held: int) -> None:
     # The decode side computes the last prompt token itself.
     lacking = [token for token in range(prompt - 1) if token >= held]

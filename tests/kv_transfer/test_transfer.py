@@ -117,12 +117,28 @@ def prefill() -> Iterator[Prefill]:
     prefill.server.stop(0.0)
 
 
+NewDecode = Callable[..., Decode]
+
+
 @pytest.fixture
-def decode(prefill: Prefill) -> Iterator[Decode]:
-    decode = Decode(prefill.address)
+def new_decode() -> Iterator[NewDecode]:
+    """Makes peers and closes them, so that no thread waits for a stream or for room after a test."""
+    made: list[Decode] = []
+
+    def make(address: str, **options: Any) -> Decode:
+        made.append(Decode(address, **options))
+        return made[-1]
+
+    yield make
+    for decode in made:
+        decode.close()
+
+
+@pytest.fixture
+def decode(prefill: Prefill, new_decode: NewDecode) -> Decode:
+    decode = new_decode(prefill.address)
     decode.peer.connect()
-    yield decode
-    decode.close()
+    return decode
 
 
 def frame(piece: Piece, epoch: int = 1, layout: CacheLayout = LAYOUT) -> PieceFrame:
@@ -204,8 +220,8 @@ def test_the_kernel_counts_little_more_than_the_payload(prefill: Prefill, decode
 # Back-pressure
 
 
-def test_a_receiver_that_does_not_take_stops_the_sender(prefill: Prefill) -> None:
-    decode = Decode(prefill.address, staged=3 * MIB)
+def test_a_receiver_that_does_not_take_stops_the_sender(prefill: Prefill, new_decode: NewDecode) -> None:
+    decode = new_decode(prefill.address, staged=3 * MIB)
     decode.peer.connect()
     payload = memoryview(bytes(MIB))
     for name in ("a", "b"):
@@ -243,11 +259,10 @@ def test_a_receiver_that_does_not_take_stops_the_sender(prefill: Prefill) -> Non
             ended += 1
     assert arrived == {"a": 60, "b": 60}
     assert queued() == 0
-    decode.close()
 
 
-def test_cancelling_frees_a_reader_that_waits_for_room(prefill: Prefill) -> None:
-    decode = Decode(prefill.address, staged=100)
+def test_cancelling_frees_a_reader_that_waits_for_room(prefill: Prefill, new_decode: NewDecode) -> None:
+    decode = new_decode(prefill.address, staged=100)
     decode.peer.connect()
     transfer = decode.ask()
     job = prefill.job()
@@ -260,7 +275,6 @@ def test_cancelling_frees_a_reader_that_waits_for_room(prefill: Prefill) -> None
     assert decode.ended(seconds=1.0).end is None
     assert eventually(lambda: job.stream.cancelled, seconds=1.0)
     assert decode.staging.used == 96  # the piece that was handed over
-    decode.close()
 
 
 # Ends that are not good
@@ -340,11 +354,11 @@ signal.pause()
 """
 
 
-def test_a_server_that_is_killed_in_the_middle_is_noticed_within_two_seconds() -> None:
+def test_a_server_that_is_killed_in_the_middle_is_noticed_within_two_seconds(new_decode: NewDecode) -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", DOOMED], cwd=root, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        decode = Decode(f"127.0.0.1:{int(process.stdout.readline())}")
+        decode = new_decode(f"127.0.0.1:{int(process.stdout.readline())}")
         try:
             decode.peer.connect()
             decode.ask()
@@ -356,7 +370,6 @@ def test_a_server_that_is_killed_in_the_middle_is_noticed_within_two_seconds() -
             assert not ended.busy
         finally:
             process.kill()
-            decode.close()
 
 
 # What a server refuses
@@ -427,13 +440,12 @@ def test_more_calls_than_there_are_threads_are_busy_not_stuck() -> None:
 # The handshake
 
 
-def test_a_layout_that_differs_is_refused_by_name(prefill: Prefill) -> None:
-    decode = Decode(prefill.address, layout=replace(LAYOUT, kv_dtype="float16"))
+def test_a_layout_that_differs_is_refused_by_name(prefill: Prefill, new_decode: NewDecode) -> None:
+    decode = new_decode(prefill.address, layout=replace(LAYOUT, kv_dtype="float16"))
     with pytest.raises(
         HandshakeMismatch, match=r"decode-1 differs in kv_dtype: float16 there, bfloat16 here; .*--dtype"
     ):
         decode.peer.connect()
-    decode.close()
 
 
 @contextmanager
@@ -472,21 +484,21 @@ def reply(version: int = WIRE_VERSION, layout: CacheLayout = LAYOUT) -> Callable
     ],
 )
 def test_an_answer_that_does_not_match_is_refused(
-    answer: Callable[[bytes, grpc.ServicerContext], bytes], message: str
+    answer: Callable[[bytes, grpc.ServicerContext], bytes], message: str, new_decode: NewDecode
 ) -> None:
     with impostor(answer) as address:
-        decode = Decode(address)
+        decode = new_decode(address)
         with pytest.raises(HandshakeMismatch, match=f"{address} {message}"):
             decode.peer.connect()
-        decode.close()
 
 
-def test_nobody_at_the_address_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_at_the_address_is_an_error_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, new_decode: NewDecode
+) -> None:
     monkeypatch.setattr(prefill_peer, "HANDSHAKE_SECONDS", 0.2)
-    decode = Decode("127.0.0.1:1")
+    decode = new_decode("127.0.0.1:1")
     with pytest.raises(grpc.RpcError):
         decode.peer.connect()
-    decode.close()
 
 
 # What a peer must not believe
@@ -501,10 +513,10 @@ def test_nobody_at_the_address_is_an_error_after_a_while(monkeypatch: pytest.Mon
         ([], "ended without an end frame"),
     ],
 )
-def test_a_stream_that_is_none_ends_with_a_reason(messages: list[bytes], reason: str) -> None:
+def test_a_stream_that_is_none_ends_with_a_reason(messages: list[bytes], reason: str, new_decode: NewDecode) -> None:
     good = frame(Piece(0, 1, 0, 12))
     with impostor(reply(), lambda request, context: iter([encode_frame(good), *messages])) as address:
-        decode = Decode(address)
+        decode = new_decode(address)
         decode.peer.connect()
         decode.ask()
         assert decode.piece().frame == good
@@ -512,4 +524,3 @@ def test_a_stream_that_is_none_ends_with_a_reason(messages: list[bytes], reason:
         assert ended.end is None
         assert reason in ended.error
         assert decode.staging.used == 0
-        decode.close()

@@ -86,6 +86,7 @@ def test_uniform_numbers_are_the_same_everywhere() -> None:
 @given(
     counts=st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * 3), min_size=1, max_size=5),
 )
+@settings(deadline=None)
 def test_a_number_depends_on_its_own_counters_only(counts: list[tuple[int, int, int]]) -> None:
     together = uniform(*(counters(column) for column in zip(*counts, strict=True)))
     alone = [uniform(*(counters([value]) for value in row))[0] for row in counts]

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.kv_cache.attention_layers import attention, layer_name
@@ -29,6 +29,7 @@ def test_layers_of_different_specs_have_groups_of_their_own() -> None:
 
 
 @given(shared=st.lists(st.booleans(), min_size=0, max_size=30), memory=st.integers(0, 1 << 30))
+@settings(deadline=None)
 def test_blocks_in_a_budget(shared: list[bool], memory: int) -> None:
     layers = [attention(0), *(attention(i + 1, shares=0 if share else None) for i, share in enumerate(shared))]
     owners = 1 + shared.count(False)

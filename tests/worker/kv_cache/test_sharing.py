@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker.kv_cache.attention_layers import attention, layer_name
@@ -48,6 +48,7 @@ def test_a_json_file(tmp_path: Path) -> None:
 
 
 @given(period=st.integers(2, 50), layers=st.integers(1, 80))
+@settings(deadline=None)
 def test_every_nth_keeps_one_owner_of_each_run(period: int, layers: int) -> None:
     names = [layer_name(index) for index in range(layers)]
     targets = parse_sharing(f"every:{period}").resolve(names, {})
@@ -59,6 +60,7 @@ def test_every_nth_keeps_one_owner_of_each_run(period: int, layers: int) -> None
 
 
 @given(last_owner=st.integers(0, 79), layers=st.integers(1, 80))
+@settings(deadline=None)
 def test_after_leaves_every_layer_up_to_the_last_owner(last_owner: int, layers: int) -> None:
     names = [layer_name(index) for index in range(layers)]
     rule = parse_sharing(f"after:{last_owner}")

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.kv_cache.specs import FullAttentionSpec
@@ -14,6 +14,7 @@ SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
     head_dim=st.integers(1, 256),
     dtype=st.sampled_from(list(SIZES)),
 )
+@settings(deadline=None)
 def test_page_bytes_are_two_times_block_times_heads_times_size(
     block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
