@@ -120,9 +120,12 @@ class ClusterConfig(BaseSettings):
         text = rule
         if not rule.lstrip().startswith("{"):
             path = Path(rule).expanduser()
-            if not path.is_file():
-                raise ValueError("must be model, none, every:N with N of 2 or more, after:N, or an existing JSON file")
-            text = path.read_text(encoding="utf-8", errors="replace")
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                raise ValueError(
+                    "must be model, none, every:N with N of 2 or more, after:N, or a JSON file that can be read"
+                ) from None
         try:
             targets = TypeAdapter(dict[str, str]).validate_json(text)
         except ValidationError:

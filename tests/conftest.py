@@ -4,8 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.engine_process import EngineProcess
+
+# How fast an example runs says nothing here but how busy the machine is.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ class PendingAnswer:
 
     def result(self, timeout: float = _ANSWER_SECONDS) -> Answer:
         """Wait for the last token. Raises ``RequestFailed``."""
-        self._wait(lambda: all(choice.finish_reason for choice in self._choices), timeout)
+        self._wait(lambda: self._prompt_info is not None and all(c.finish_reason for c in self._choices), timeout)
         assert self._prompt_info is not None
         return Answer(self._choices, self._prompt_info)
 

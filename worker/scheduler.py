@@ -152,11 +152,9 @@ class Scheduler:
         preempted_before = self.preemptions
         rows: list[ScheduledRows] = []
 
-        for sequence in [s for s in self.running if s.pending == 1]:
+        for sequence in [s for s in self.running if s.pending == 1 and s.request_id not in paused]:
             if sequence.state is SequenceState.RUNNING and self._make_room(sequence):
                 rows.append(self._scheduled(sequence, 1))
-        # A later decode may have preempted a sequence that was scheduled before it.
-        rows = [scheduled for scheduled in rows if scheduled.sequence.state is SequenceState.RUNNING]
         budget -= len(rows)
 
         for sequence in [s for s in self.running if s.pending > 1 and s.request_id not in paused]:
@@ -169,12 +167,10 @@ class Scheduler:
         # After a preemption nothing is admitted: the preempted sequence would only come back and push others out.
         while self.waiting and budget > 0 and self._has_seat() and self.preemptions == preempted_before:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            transfer = self._wants_transfer(sequence, credit)
+            if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence):
                 break
-            if self._wants_transfer(sequence, credit):
-                if credit.streams <= len(transfers):
-                    self._cache.release(sequence)
-                    break
+            if transfer:
                 self.waiting.popleft()
                 sequence.move_to(SequenceState.RECEIVING)
                 self._epochs += 1
@@ -241,19 +237,22 @@ class Scheduler:
         known = len(sequence.tokens)
         # A decode step needs the last token's logits, so that token is always computed; a prefill replica needs none.
         computes_last = self._config.role is not Role.PREFILL
-        return self._cache.admit(
-            sequence,
-            reusable=0 if sequence.wants_prompt_logprobs else known - computes_last,
-            reserve=known + computes_last,
-        )
+        return self._cache.admit(sequence, reusable=self._reusable(sequence), reserve=known + computes_last)
+
+    def _reusable(self, sequence: Sequence) -> int:
+        """Tokens whose KV may come from the prefix cache."""
+        if sequence.wants_prompt_logprobs:
+            return 0
+        return len(sequence.tokens) - (self._config.role is not Role.PREFILL)
 
     def _wants_transfer(self, sequence: Sequence, credit: PrefillCredit) -> bool:
         return (
             self._config.role is Role.DECODE
             and credit.reachable
-            and sequence.pending - 1 > self._config.local_prefill_threshold
             and sequence.transfer_attempts < MAX_TRANSFER_ATTEMPTS
             and not sequence.wants_prompt_logprobs
+            and len(sequence.tokens) - 1 - self._cache.cached_prefix(sequence, self._reusable(sequence))
+            > self._config.local_prefill_threshold
         )
 
     def _scheduled(self, sequence: Sequence, budget: int) -> ScheduledRows:

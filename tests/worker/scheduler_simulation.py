@@ -199,7 +199,11 @@ class SchedulerSimulation:
     ) -> None:
         scheduler = self.scheduler
         budget = self.config.max_batched_tokens
-        decodes = [s for s, pending in running if pending == 1 and s.state is SequenceState.RUNNING]
+        decodes = [
+            s
+            for s, pending in running
+            if pending == 1 and s.state is SequenceState.RUNNING and s.request_id not in paused
+        ]
         assert [row.sequence for row in plan.rows[: len(decodes)]] == decodes, "decodes come first, all of them"
         chunk_rows = sum(row.rows for row in plan.rows[len(decodes) :])
         assert chunk_rows <= max(0, budget - len(decodes))

@@ -36,14 +36,7 @@ class KVCacheManager:
         On success ``computed`` is the length of that prefix. Without room nothing changes and False is returned.
         """
         assert not sequence.blocks
-        prefix = []
-        if self._prefix_caching:
-            self._extend_hashes(sequence)
-            for name in sequence.hashes[: reusable // self.block_size]:
-                block = self.pool.find(name)
-                if block is None:
-                    break
-                prefix.append(block)
+        prefix = self._find_prefix(sequence, reusable)
         fresh = self.blocks_for(reserve) - len(prefix)
         if fresh > self.pool.available - sum(self.pool.is_evictable(block) for block in prefix):
             return False
@@ -52,6 +45,10 @@ class KVCacheManager:
         sequence.computed = len(prefix) * self.block_size
         sequence.published = len(prefix)
         return True
+
+    def cached_prefix(self, sequence: Sequence, reusable: int) -> int:
+        """Tokens that ``admit`` would find in the prefix cache now."""
+        return len(self._find_prefix(sequence, reusable)) * self.block_size
 
     def grow(self, sequence: Sequence) -> bool:
         """Make room for every known token of a running sequence; False when no block can be taken."""
@@ -101,6 +98,17 @@ class KVCacheManager:
     def counts(self) -> BlockCounts:
         """Blocks by condition."""
         return self.pool.counts()
+
+    def _find_prefix(self, sequence: Sequence, reusable: int) -> list[BlockId]:
+        prefix: list[BlockId] = []
+        if self._prefix_caching:
+            self._extend_hashes(sequence)
+            for name in sequence.hashes[: reusable // self.block_size]:
+                block = self.pool.find(name)
+                if block is None:
+                    break
+                prefix.append(block)
+        return prefix
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         known = len(sequence.hashes)
