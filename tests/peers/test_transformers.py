@@ -66,15 +66,15 @@ class Zoo:
         return str(path)
 
     def config(self, architecture: Architecture, sharing: str) -> EngineConfig:
-        """Chunks of a step are smaller than most prompts, pieces smaller than a chunk of all layers."""
+        """Chunks of a step are smaller than most prompts, pieces smaller than a chunk of one layer."""
         return EngineConfig(
             model=str(self.checkpoint(architecture)),
             role=Role.COLOCATED,
             dtype="float32",
             kv_sharing=self.sharing_argument(sharing),
             kv_cache_memory=16 << 20,
-            max_batched_tokens=96,
-            max_piece_bytes=100_000,
+            max_batched_tokens=90,
+            max_piece_bytes=20_000,
         )
 
 

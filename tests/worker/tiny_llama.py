@@ -29,7 +29,7 @@ class TinyLlama:
 
     def config(self, *, blocks: int = 1000, **settings: Any) -> EngineConfig:
         """Float32, with memory for so many blocks."""
-        defaults = {"dtype": "float32", "kv_cache_memory": blocks * BLOCK_BYTES, "max_batched_tokens": 96}
+        defaults = {"dtype": "float32", "kv_cache_memory": blocks * BLOCK_BYTES, "max_batched_tokens": 90}
         return EngineConfig(str(self.checkpoint), Role.COLOCATED, **defaults | settings)
 
     def require_greedy(self, prompt: Sequence[int], answer: Answer) -> None:

@@ -38,6 +38,12 @@ def parse_config(content: Mapping[str, object]) -> PretrainedConfig:
     Raises ``UnsupportedModel`` for an architecture or a setting that we do not compute.
     """
     architecture = _architecture(content)
+    layers = content.get("num_hidden_layers")
+    if layers is not None and not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
+        # Before transformers sees it, which makes lists of that length.
+        raise UnsupportedModel(
+            f"config.json: num_hidden_layers is {layers!r}, not a whole number from 1 to {MAX_LAYERS}"
+        )
     try:
         config = CONFIG_MAPPING[content.get("model_type")].from_dict(dict(content))
     except Exception as error:
@@ -109,7 +115,6 @@ def _architecture(content: Mapping[str, object]) -> str:
 def _check_sizes(config: PretrainedConfig) -> None:
     for field in (
         "hidden_size",
-        "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
         "vocab_size",
@@ -117,9 +122,8 @@ def _check_sizes(config: PretrainedConfig) -> None:
         "max_position_embeddings",
     ):
         value = getattr(config, field)
-        largest = MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
-        if not (isinstance(value, int) and 0 < value <= largest):
-            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from 1 to {largest}")
+        if not (isinstance(value, int) and 0 < value <= MAX_SIZE):
+            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from 1 to {MAX_SIZE}")
     for field, value in (
         ("rms_norm_eps", config.rms_norm_eps),
         ("rope_theta", config.rope_parameters.get("rope_theta")),

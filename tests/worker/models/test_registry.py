@@ -1,0 +1,92 @@
+"""Configurations that cannot be served are refused by field and value, before anything is built."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_checkpoints import write_tiny
+from worker.models.outline import outline_model
+from worker.models.registry import UnsupportedModel, choose_context, longest_context, parse_config
+from worker.weight_loader import WeightMismatch
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
+        ({"architectures": []}, "architectures"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+    ],
+)
+def test_refused_by_field_and_value(change: dict[str, object], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        parse_config(QWEN3 | change)
+
+
+def test_a_sliding_window_bounds_the_context() -> None:
+    config = parse_config(MISTRAL | {"sliding_window": 1024})
+    assert longest_context(config) == 1024
+    assert choose_context(config, 1000) == 1000
+    with pytest.raises(UnsupportedModel, match=r"--max-model-len 2000.*sliding_window 1024"):
+        choose_context(config, 2000)
+    assert longest_context(parse_config(MISTRAL | {"sliding_window": None})) == 4096
+    # Qwen checkpoints carry a window that is switched off.
+    assert longest_context(parse_config(QWEN3 | {"sliding_window": 1024, "use_sliding_window": False})) == 4096
+
+
+def outline(path: Path) -> None:
+    outline_model(path, kv_sharing="none", dtype="auto", block_size=16)
+
+
+def test_tensors_are_checked_before_weights_are_read(tmp_path: Path) -> None:
+    directory = write_tiny("qwen3", tmp_path / "model")
+    outline(directory)
+    file = directory / "model.safetensors"
+    whole = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    save_file({key: value for key, value in whole.items() if key != name}, file, {"format": "pt"})
+    with pytest.raises(WeightMismatch, match=f"lacks 1 .*{name}"):
+        outline(directory)
+
+    save_file(whole | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, file, {"format": "pt"})
+    with pytest.raises(WeightMismatch, match=r"does not use.*q_proj\.bias"):
+        outline(directory)
+
+    save_file(whole | {name: torch.zeros(128, 32)}, file, {"format": "pt"})
+    with pytest.raises(WeightMismatch, match=rf"{name}.*\[128, 32\].*\[128, 64\]"):
+        outline(directory)
+
+
+def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3))
+    described = outline_model(file, kv_sharing="every:2", dtype="bfloat16", block_size=16)
+    assert [layer.kv_sharing_target_layer_name is None for layer in described.layers] == [True, False, True, False]
