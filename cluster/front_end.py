@@ -58,11 +58,6 @@ class FrontEnd:
         """Whether it still serves."""
         return self._thread.is_alive()
 
-    @property
-    def ready(self) -> bool:
-        """Whether a request could be answered now."""
-        return self._replicas is not None and self._replicas.ready()
-
     def stop(self) -> None:
         """Stop serving."""
         if self._server is not None:

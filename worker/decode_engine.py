@@ -118,7 +118,7 @@ class DecodeEngine:
                 log.exception("a step failed; its requests are given up")
                 self._fail_step(plan)
         self._flush(now)
-        if self._scheduler.idle:
+        if plan.rows and self._scheduler.idle:
             self._cache.pool.check()
         return bool(plan.rows)
 

@@ -89,7 +89,7 @@ class PrefillEngine:
         for name in dict.fromkeys(s.request_id for s in (*plan.admitted, *(rows.sequence for rows in plan.rows))):
             if name in self._jobs:
                 self._advance(self._jobs[name], now)
-        if self._scheduler.idle:
+        if plan.rows and self._scheduler.idle:
             self._cache.pool.check()
         return bool(plan.rows)
 

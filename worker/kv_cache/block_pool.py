@@ -33,6 +33,8 @@ class BlockPool:
         self._by_hash: dict[BlockHash, BlockId] = {}
         # Nobody's blocks, next to be taken first: free ones in front, cached ones behind, oldest first.
         self._queue: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
+        # How many of the queue can be found by hash: load reports want it after every step.
+        self._cached = 0
 
     @property
     def available(self) -> int:
@@ -62,6 +64,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 del self._queue[block]
+                self._cached -= block in self._hash_of
             self._references[block] += 1
 
     def is_evictable(self, block: BlockId) -> bool:
@@ -82,7 +85,9 @@ class BlockPool:
             assert self._references[block] >= 0, f"block {block} released twice"
             if self._references[block] == 0:
                 self._queue[block] = None
-                if block not in self._hash_of:
+                if block in self._hash_of:
+                    self._cached += 1
+                else:
                     self._queue.move_to_end(block, last=False)
 
     def clear_cache(self) -> None:
@@ -91,15 +96,16 @@ class BlockPool:
             self._forget(block)
 
     def counts(self) -> BlockCounts:
-        """Count the three conditions independently of each other."""
-        cached = sum(1 for block in self._queue if block in self._hash_of)
-        held = sum(1 for references in self._references if references > 0)
-        return BlockCounts(len(self._queue) - cached, cached, held, len(self._references))
+        """Blocks by condition."""
+        total, evictable = len(self._references), len(self._queue)
+        return BlockCounts(evictable - self._cached, self._cached, total - evictable, total)
 
     def check(self) -> None:
         """Raise ``AssertionError`` unless every block is in exactly one condition and both hash maps agree."""
         counts = self.counts()
         assert counts.free + counts.cached + counts.held == counts.total, counts
+        assert counts.cached == sum(1 for block in self._queue if block in self._hash_of), counts
+        assert counts.held == sum(1 for references in self._references if references > 0), counts
         assert all(self._references[block] == 0 for block in self._queue)
         assert len(self._queue) == sum(1 for references in self._references if references == 0)
         assert {block: block_hash for block_hash, block in self._by_hash.items()} == self._hash_of
@@ -108,3 +114,4 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._by_hash[block_hash]
+            self._cached -= self._references[block] == 0
