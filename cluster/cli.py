@@ -115,9 +115,12 @@ def inspect(
     memory: Annotated[str, typer.Option(help="KV memory, such as 40GiB.")] = "1GiB",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    request_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Count requests of this length. Default: the longest that is served.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which layers own KV, bytes per token, and how many blocks fit. Needs no weights, only config.json."""
+    """Show which layers own KV, bytes per token, and how much fits. Needs no weights, only config.json."""
     # The same checks as for a cluster, and the same messages.
     config = ClusterConfig.load(model=model, kv_sharing=kv_sharing, dtype=dtype, block_size=block_size)
     try:
@@ -126,7 +129,8 @@ def inspect(
         raise CrosskvError(str(error).replace("--kv-cache-memory", "--memory")) from None
     from cluster.inspect_model import inspect_model  # noqa: PLC0415
 
-    summary = inspect_model(config.replace(kv_cache_memory=kv_cache_memory), sharing_name=kv_sharing)
+    config = config.replace(kv_cache_memory=kv_cache_memory)
+    summary = inspect_model(config, sharing_name=kv_sharing, request_tokens=request_tokens)
     if as_json:
         print(summary.to_json())
     else:

@@ -17,6 +17,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_valida
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cluster.errors import CrosskvError
+from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 
 ENVIRONMENT_PREFIX = "CROSSKV_"
@@ -31,6 +32,13 @@ class Mode(StrEnum):
 
     DISAGGREGATED = "disaggregated"
     COLOCATED = "colocated"
+
+
+class Placement(StrEnum):
+    """Which nodes of a Ray cluster a replica may be placed on."""
+
+    ANY = "any"
+    ROLE = "role"
 
 
 class ClusterConfig(BaseSettings):
@@ -55,7 +63,14 @@ class ClusterConfig(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address that the API listens on.")
     port: int = Field(8000, ge=1, le=65535, description="Port that the API listens on.")
     advertised_host: str = Field(
-        "127.0.0.1", min_length=1, description="Address under which replicas reach each other on this machine."
+        "auto",
+        min_length=1,
+        description="Address under which replicas reach each other. auto: by which Ray knows each replica's node.",
+    )
+    placement: Placement = Field(
+        Placement.ANY,
+        description="Where replicas go: any node, or by role: each takes 1 of its node's Ray resource "
+        "crosskv-prefill, crosskv-decode or crosskv-colocated, and of a Serve config the front end crosskv-front-end.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -76,11 +91,22 @@ class ClusterConfig(BaseSettings):
     max_running_requests: int = Field(64, ge=1, description="Requests that one engine runs at once.")
     max_waiting_requests: int = Field(1024, ge=1, description="Requests that may queue before new ones get 429.")
     prefix_caching: bool = Field(True, description="Reuse KV of prompts that begin alike.")
+    state_checkpoint_blocks: int = Field(
+        4,
+        ge=1,
+        le=1024,
+        description="Of a recurrent layer's state, keep one per so many blocks of tokens for prefix caching.",
+    )
     local_prefill_threshold: int = Field(
         0, ge=0, description="Decode replicas prefill uncached suffixes up to this many tokens themselves."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per engine. Default: a fair share.")
     max_prefill_streams: int = Field(16, ge=1, le=1024, description="Prompts that one prefill replica accepts at once.")
+    transport: Transport = Field(
+        Transport.GRPC,
+        description="How KV travels: grpc, or torch for torch.distributed (Gloo on CPUs, NCCL with CUDA), whose "
+        "sockets need a trusted network.",
+    )
     request_timeout: float = Field(600.0, gt=0, le=86400, description="Seconds that one request may take.")
     transfer_timeout: float = Field(
         120.0, gt=0, le=86400, description="Seconds that one prefill and transfer may take."
@@ -198,8 +224,10 @@ class ClusterConfig(BaseSettings):
             max_running_requests=self.max_running_requests,
             max_waiting_requests=self.max_waiting_requests,
             prefix_caching=self.prefix_caching,
+            state_checkpoint_blocks=self.state_checkpoint_blocks,
             local_prefill_threshold=self.local_prefill_threshold,
             max_prefill_streams=self.max_prefill_streams,
+            transport=self.transport,
             request_timeout=self.request_timeout,
             transfer_timeout=self.transfer_timeout,
             threads=self.threads,

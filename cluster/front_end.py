@@ -9,12 +9,12 @@ import logging
 import socket
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cluster.directory import DirectoryClient
+from cluster.model_store import resolve_model
 from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.replica_set import ReplicaSet
@@ -30,11 +30,14 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class FrontEndConfig:
-    """What a front end is told. ``tokenizer`` is a directory; ``directory`` names the replica directory's namespace."""
+    """What a front end is told. ``source`` is the model argument, resolved on the front end's own machine.
+
+    ``directory`` names the replica directory's namespace.
+    """
 
     host: str
     port: int
-    tokenizer: Path
+    source: str
     model: ModelCard
     directory: str
     needs_prefill: bool
@@ -45,7 +48,7 @@ class FrontEnd:
 
     def __init__(self, config: FrontEndConfig) -> None:
         self._config = config
-        self._tokenizer = Tokenizer.from_directory(config.tokenizer)
+        self._tokenizer = Tokenizer.from_directory(resolve_model(config.source).tokenizer)
         self._chat_template = chat_template(self._tokenizer.config)
         self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None

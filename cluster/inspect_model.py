@@ -6,35 +6,69 @@ and the benchmarks make one too, to refuse what cannot work before anything is s
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from cluster.config import ClusterConfig
 from cluster.errors import CrosskvError
 from cluster.model_store import resolve_model
-from worker.kv_cache.groups import count_blocks
+from worker.kv_cache.groups import CachePlan, KVCacheGroup, longest_sequence
+from worker.kv_cache.specs import EveryToken, KVCacheSpec, LastState, LastTokens, TokenRegion
 from worker.models.outline import ModelOutline, outline_model
+
+STATE_SPEC = "recurrent_state"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSummary:
-    """One attention layer. An owner has a spec and pages; a sharing layer has a target, no spec, and no bytes."""
+    """One layer with a place in the cache. An owner has a spec and pages; a sharing layer has a target and no bytes.
+
+    ``stores`` describes what an owner's page holds, of each of ``block_size`` tokens: 0 for a state. A sharing layer
+    that stores something of its own besides (a sparse indexer's keys) has a target and a spec.
+    """
 
     name: str
     target: str | None
     spec: str | None
-    kv_heads: int
-    head_dim: int
+    stores: str
+    block_size: int
     page_size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """One KV cache group: layers that keep their slots equally long, with one block table.
+
+    ``keeps`` is for people. ``block_bytes`` are those of a block that the group fills, ``padding_bytes`` those that it
+    leaves unused; together they are ``bytes_per_block``. ``members`` counts owners and layers that share their caches.
+    """
+
+    keeps: str
+    block_size: int
+    owners: int
+    members: int
+    block_bytes: int
+    padding_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """A model under one sharing rule; ``*_unshared`` is the same model with a cache in every layer."""
+    """A model under one sharing rule; ``*_unshared`` is the same model with a cache in every layer.
+
+    ``total_layers`` are those that attend to KV, ``owner_layers`` those of them that own it; ``state_layers`` own a
+    recurrent state. ``bytes_per_block`` is one block id over all ``buffers``, of which ``padding_bytes_per_block`` are
+    unused by the group that fills a block worst; ``bytes_per_block_separate`` is the same with one set of buffers per
+    kind of layer. ``cache_tokens`` are those of one request that has all blocks. ``requests`` fit at once if each has
+    ``request_tokens`` tokens, and so ``blocks_per_request``, prompts being computed in steps of ``step_tokens``. The
+    ``prefix_tokens`` that a model puts before every prompt are in these blocks, but not in these tokens.
+    """
 
     model: str
     architecture: str
@@ -46,59 +80,122 @@ class ModelSummary:
     memory_bytes: int
     total_layers: int
     owner_layers: int
+    state_layers: int
     bytes_per_token: int
     bytes_per_token_unshared: int
     state_bytes_per_request: int
+    bytes_per_block: int
+    bytes_per_block_separate: int
+    padding_bytes_per_block: int
     num_blocks: int
     num_blocks_unshared: int
+    cache_tokens: int
+    cache_tokens_unshared: int
+    prefix_tokens: int
+    request_tokens: int
+    step_tokens: int
+    blocks_per_request: int
+    requests: int
+    requests_unshared: int
+    buffers: int
+    groups: tuple[GroupSummary, ...]
     layers: tuple[LayerSummary, ...]
 
     def to_json(self) -> str:
         """Return the summary for programs."""
         return json.dumps(asdict(self), indent=2)
 
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens whose KV fits into the memory."""
-        return self.num_blocks * self.block_size
-
     def render(self) -> RenderableType:
-        """Return the summary for a terminal."""
-        # Both names of a sharing layer fit into 80 columns.
-        layers = Table(title=self._title(), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        layers.add_column("layer", no_wrap=True)
-        layers.add_column("KV cache", no_wrap=True)
-        layers.add_column("page bytes", justify="right")
+        """Return the summary for a terminal of 80 columns: every layer, every kind of page, the groups, the totals."""
+        parts: list[RenderableType] = [
+            _title(f"{self.model} ({self.architecture}, {self.dtype})"),
+            self._layer_table(),
+            _title("What a page holds: parts × KV heads × head size, or the shapes of a state"),
+            self._page_table(),
+        ]
+        if len(self.groups) > 1:
+            parts += [
+                _title(f"{len(self.groups)} groups of layers that keep their slots equally long"),
+                self._group_table(),
+                f"{self.buffers} buffers, each shared by one owner of every group. A block is one page of each, "
+                f"{self.bytes_per_block:,} bytes in all, and belongs to one group at a time.\n",
+            ]
+        return Group(*parts, _title(f"KV sharing {self.kv_sharing}"), self._totals())
+
+    def _layer_table(self) -> Table:
+        table = _table()
+        table.add_column("layer", no_wrap=True)
+        table.add_column("KV cache", overflow="fold")
         for layer in self.layers:
-            if layer.target is None:
-                layers.add_row(
-                    layer.name, f"{layer.spec}, {layer.kv_heads} × {layer.head_dim}", f"{layer.page_size_bytes:,}"
-                )
-            else:
-                layers.add_row(layer.name, f"[cyan]that of {layer.target}[/cyan]", "–")
-        totals = Table(title_justify="left", title=f"KV sharing {self.kv_sharing}", box=SIMPLE_HEAD, pad_edge=False)
+            shared = [f"[cyan]that of {layer.target}[/cyan]"] if layer.target else []
+            own = [f"{layer.spec}, {layer.page_size_bytes:,} B a page"] if layer.spec else []
+            table.add_row(layer.name, "\n".join(shared + own))
+        return table
+
+    def _page_table(self) -> Table:
+        table = _table()
+        table.add_column("kind of owner", overflow="fold")
+        for title in ("owners", "sharing", "tokens", "bytes"):
+            table.add_column(title, justify="right", no_wrap=True)
+        # Layers differ in their names; what is left is the kind.
+        kinds = Counter(replace(layer, name="", target=None) for layer in self.layers if layer.spec)
+        kind_of = {layer.name: replace(layer, name="", target=None) for layer in self.layers}
+        sharing = Counter(kind_of[layer.target] for layer in self.layers if layer.target)
+        for kind, owners in kinds.items():
+            table.add_row(
+                f"{kind.spec}: {kind.stores}",
+                str(owners),
+                str(sharing[kind]),
+                str(kind.block_size or "–"),
+                f"{kind.page_size_bytes:,}",
+            )
+        return table
+
+    def _group_table(self) -> Table:
+        table = _table()
+        table.add_column("group", no_wrap=True)
+        table.add_column("keeps")
+        for title in ("owners", "tokens", "bytes", "unused"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for first, last, group in _runs(self.groups):
+            table.add_row(
+                str(first) if first == last else f"{first}–{last}",
+                group.keeps,
+                str(group.owners) if first == last else f"{last - first + 1} × {group.owners}",
+                f"{group.block_size:,}" if group.block_size else "–",
+                f"{group.block_bytes:,}",
+                f"{group.padding_bytes:,}",
+            )
+        return table
+
+    def _totals(self) -> Table:
+        table = _table()
         for title in ("", "as configured", "without sharing"):
-            totals.add_column(title, justify="right" if title else "left")
-        totals.add_row("layers that own KV", f"{self.owner_layers} of {self.total_layers}", str(self.total_layers))
-        totals.add_row("bytes per token", f"{self.bytes_per_token:,}", f"{self.bytes_per_token_unshared:,}")
-        totals.add_row("state bytes per request", *[f"{self.state_bytes_per_request:,}"] * 2)
-        totals.add_row(
-            f"blocks of {self.block_size} tokens in {self.memory_bytes:,} B",
-            f"{self.num_blocks:,}",
-            f"{self.num_blocks_unshared:,}",
+            table.add_column(title, justify="right" if title else "left", no_wrap=bool(title))
+        table.add_row("layers that own KV", f"{self.owner_layers} of {self.total_layers}", str(self.total_layers))
+        table.add_row("bytes per token", f"{self.bytes_per_token:,}", f"{self.bytes_per_token_unshared:,}")
+        table.add_row("state bytes per request", *[f"{self.state_bytes_per_request:,}"] * 2)
+        blocks = "blocks" if len(self.groups) > 1 else f"blocks of {self.block_size} tokens"
+        table.add_row(f"{blocks} in {self.memory_bytes:,} B", f"{self.num_blocks:,}", f"{self.num_blocks_unshared:,}")
+        table.add_row("tokens of one request in them", f"{self.cache_tokens:,}", f"{self.cache_tokens_unshared:,}")
+        table.add_row(
+            f"requests of {self.request_tokens:,} tokens in them", f"{self.requests:,}", f"{self.requests_unshared:,}"
         )
-        totals.add_row("tokens in them", f"{self.cache_tokens:,}", f"{self.num_blocks_unshared * self.block_size:,}")
-        return Group(layers, totals)
+        if self.bytes_per_block_separate != self.bytes_per_block:
+            table.add_row("bytes per block", f"{self.bytes_per_block:,}", "")
+            table.add_row("… if each kind of layer had buffers", f"{self.bytes_per_block_separate:,}", "")
+            table.add_row("… unused where a block is filled worst", f"{self.padding_bytes_per_block:,}", "")
+        return table
 
-    def _title(self) -> str:
-        return f"{self.model} ({self.architecture}, {self.dtype})"
 
-
-def inspect_model(config: ClusterConfig, sharing_name: str | None = None) -> ModelSummary:
+def inspect_model(
+    config: ClusterConfig, sharing_name: str | None = None, request_tokens: int | None = None
+) -> ModelSummary:
     """Summarize the model that a configuration names, fetching it if it is neither a path nor here already.
 
-    ``sharing_name`` is how to call the sharing rule, if not as it stands in the configuration. Raises the worker's own
-    errors for a model or a sharing rule that cannot be served.
+    ``sharing_name`` is how to call the sharing rule, if not as it stands in the configuration. ``request_tokens`` is
+    the length of the requests that are counted, by default the longest that is served. Raises the worker's own errors
+    for a model or a sharing rule that cannot be served.
     """
     path, name = Path(config.model).expanduser(), config.model
     if not path.exists():
@@ -106,25 +203,45 @@ def inspect_model(config: ClusterConfig, sharing_name: str | None = None) -> Mod
     elif path.name != "config.json":
         name = path.resolve().name
     outline = outline_model(path, kv_sharing=config.kv_sharing, dtype=config.dtype, block_size=config.block_size)
-    unshared = outline_model(path, kv_sharing="none", dtype=config.dtype, block_size=config.block_size)
+    dtype = str(outline.dtype).removeprefix("torch.")
+    # From the configuration alone: a checkpoint whose layers share need not have the weights to do without.
+    alone = path / "config.json" if path.is_dir() else path
+    unshared = outline_model(alone, kv_sharing="none", dtype=dtype, block_size=config.block_size)
     layers = tuple(_layer_summaries(outline))
     memory = int(config.kv_cache_memory)
+    tokens = request_tokens or config.max_model_len or outline.longest_context
+    held, step = tokens + outline.prefix_tokens, config.max_batched_tokens
+    plan, unshared_plan = outline.cache, unshared.cache
     return ModelSummary(
         model=name,
         architecture=outline.architecture,
         kv_sharing=sharing_name or config.kv_sharing,
-        dtype=str(outline.dtype).removeprefix("torch."),
+        dtype=dtype,
         vocab_size=outline.vocab_size,
         longest_context=outline.longest_context,
         block_size=config.block_size,
         memory_bytes=memory,
-        total_layers=len(layers),
-        owner_layers=sum(layer.target is None for layer in layers),
-        bytes_per_token=_bytes_per_token(outline),
-        bytes_per_token_unshared=_bytes_per_token(unshared),
-        state_bytes_per_request=0,
-        num_blocks=count_blocks(outline.groups, memory),
-        num_blocks_unshared=count_blocks(unshared.groups, memory),
+        total_layers=sum(layer.spec != STATE_SPEC for layer in layers),
+        owner_layers=sum(layer.target is None and layer.spec != STATE_SPEC for layer in layers),
+        state_layers=sum(layer.spec == STATE_SPEC for layer in layers),
+        bytes_per_token=plan.bytes_per_token,
+        bytes_per_token_unshared=unshared_plan.bytes_per_token,
+        state_bytes_per_request=plan.state_bytes,
+        bytes_per_block=plan.bytes_per_block,
+        bytes_per_block_separate=plan.bytes_per_block_unshared_buffers,
+        padding_bytes_per_block=max(plan.padding(group) for group in plan.groups),
+        num_blocks=plan.count_blocks(memory),
+        num_blocks_unshared=unshared_plan.count_blocks(memory),
+        cache_tokens=_cache_tokens(outline, memory, step),
+        cache_tokens_unshared=_cache_tokens(unshared, memory, step),
+        prefix_tokens=outline.prefix_tokens,
+        request_tokens=tokens,
+        step_tokens=step,
+        blocks_per_request=plan.blocks_held(held, step),
+        requests=plan.count_blocks(memory) // plan.blocks_held(held, step),
+        requests_unshared=unshared_plan.count_blocks(memory) // unshared_plan.blocks_held(held, step),
+        buffers=len(plan.buffers),
+        groups=tuple(_group_summary(plan, group) for group in plan.groups),
         layers=layers,
     )
 
@@ -152,26 +269,76 @@ def require_servable(config: ClusterConfig, summary: ModelSummary, longest_reque
 
 
 def _layer_summaries(outline: ModelOutline) -> list[LayerSummary]:
-    summaries = []
-    for layer in outline.layers:
-        spec = layer.kv_cache_spec()
-        summaries.append(
-            LayerSummary(
-                name=layer.name,
-                target=layer.kv_sharing_target_layer_name,
-                spec=None if spec is None else _spec_name(type(spec)),
-                kv_heads=layer.kv_heads,
-                head_dim=layer.head_dim,
-                page_size_bytes=0 if spec is None else spec.page_size_bytes,
-            )
+    specs = {name: spec for group in outline.cache.groups for name, spec in zip(group.owners, group.specs, strict=True)}
+    return [
+        LayerSummary(
+            name=layer.name,
+            target=layer.kv_sharing_target_layer_name,
+            spec=_spec_name(type(specs[layer.name])) if layer.name in specs else None,
+            stores=_stores(specs[layer.name]) if layer.name in specs else "",
+            block_size=specs[layer.name].tokens_per_block if layer.name in specs else 0,
+            page_size_bytes=specs[layer.name].page_size_bytes if layer.name in specs else 0,
         )
-    return summaries
+        for layer in outline.layers
+    ]
 
 
 def _spec_name(kind: type) -> str:
-    """``FullAttentionSpec`` is ``full_attention``."""
+    """``FullAttentionSpec`` is ``full_attention``, ``SparseMLASpec`` is ``sparse_mla``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__.removesuffix("Spec")).lower()
 
 
-def _bytes_per_token(outline: ModelOutline) -> int:
-    return sum(len(group.owners) * group.spec.bytes_per_token for group in outline.groups)
+def _stores(spec: KVCacheSpec) -> str:
+    """``2 × 8 × 128``: keys and values of 8 heads; ``576 + 128``: latent and index key; a state's shapes."""
+    parts = []
+    for region in spec.regions:
+        if isinstance(region, TokenRegion):
+            factors = (region.parts, region.kv_heads, region.head_dim)
+            parts.append(str(region.head_dim) if factors[:2] == (1, 1) else " × ".join(map(str, factors)))
+        else:
+            parts.append(str(list(region.shape)).replace(" ", ""))
+    return " + ".join(parts)
+
+
+def _group_summary(plan: CachePlan, group: KVCacheGroup) -> GroupSummary:
+    match group.retention:
+        case EveryToken():
+            keeps = "every token"
+        case LastTokens(window, sinks):
+            keeps = f"last {window:,} tokens" + (f", first {sinks:,}" if sinks else "")
+        case LastState():
+            keeps = "last state"
+    return GroupSummary(
+        keeps=keeps,
+        block_size=group.block_size,
+        owners=len(group.owners),
+        members=len(group.members),
+        block_bytes=group.block_bytes,
+        padding_bytes=plan.padding(group),
+    )
+
+
+def _runs(groups: tuple[GroupSummary, ...]) -> Iterator[tuple[int, int, GroupSummary]]:
+    """First and last number, from 1, of consecutive groups that own alike."""
+    alike = [replace(group, members=0) for group in groups]
+    first = 0
+    for index in range(1, len(alike) + 1):
+        if index == len(alike) or alike[index] != alike[first]:
+            yield first + 1, index, groups[first]
+            first = index
+
+
+def _title(text: str) -> Text:
+    return Text(text, style="italic")
+
+
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+
+def _cache_tokens(outline: ModelOutline, memory: int, chunk: int) -> int:
+    """Tokens of the longest request that the memory alone would allow."""
+    plan = outline.cache
+    blocks = plan.count_blocks(memory)
+    longest = longest_sequence(plan, blocks, blocks * plan.largest_block_size, chunk)
+    return max(0, longest - outline.prefix_tokens)

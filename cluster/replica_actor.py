@@ -5,6 +5,9 @@ Made by its deployment in the replica's placement group; it lives exactly as lon
 
 import asyncio
 import logging
+from dataclasses import replace
+
+import ray
 
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
 from cluster.model_store import resolve_model
@@ -16,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaActor:
-    """See the module. ``model`` is resolved here, since each machine has files of its own."""
+    """See the module. ``model`` and the address ``auto`` are resolved here, since both differ between machines."""
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
         # Imported here: supervisors need this class too, but not torch.
@@ -24,6 +27,8 @@ class ReplicaActor:
 
         logging.basicConfig(level=logging.INFO)
         weights = str(resolve_model(model).weights)
+        if config.advertised_host == "auto":
+            config = replace(config, advertised_host=ray.util.get_node_ip_address())
         self._directory = DirectoryClient(directory)
         self._replica = Replica(config.with_model(weights), PrefillRouter())
 

@@ -25,3 +25,6 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 HANDSHAKE_METHOD = "/crosskv.kv.v1.KVTransfer/Handshake"
 PREFILL_METHOD = "/crosskv.kv.v1.KVTransfer/Prefill"
+JOIN_METHOD = "/crosskv.kv.v1.KVTransfer/Join"
+STORE_METHOD = "/crosskv.kv.v1.KVTransfer/Store"
+STOP_METHOD = "/crosskv.kv.v1.KVTransfer/Stop"

@@ -1,5 +1,7 @@
 """Frames on a Prefill stream: a small protobuf header and raw payload bytes in one message.
 
+A piece whose payload travels over a process group is a header alone that names the send.
+
 Encoding joins header and payload once; decoding copies nothing. Decoders check every size before they use it.
 """
 
@@ -29,6 +31,17 @@ class PieceFrame:
 
 
 @dataclass(frozen=True, slots=True)
+class SentFrame:
+    """A piece whose ``size`` packed bytes are send ``sequence`` on generation ``generation`` of the pair's group."""
+
+    epoch: int
+    piece: Piece
+    size: int
+    generation: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class EndFrame:
     """Everything has been sent. Times are seconds."""
 
@@ -40,25 +53,18 @@ class EndFrame:
     compute_seconds: float
 
 
-Frame = PieceFrame | EndFrame
+Frame = PieceFrame | SentFrame | EndFrame
 
 
 def encode_frame(frame: Frame) -> bytes:
     """One message for the stream."""
     payload = memoryview(b"")
     if isinstance(frame, PieceFrame):
-        piece = frame.piece
         payload = frame.payload
-        header = wire.FrameHeader(
-            epoch=frame.epoch,
-            piece=wire.Piece(
-                layer_begin=piece.layer_begin,
-                layer_end=piece.layer_end,
-                token_begin=piece.token_begin,
-                token_end=piece.token_end,
-                payload_bytes=payload.nbytes,
-            ),
-        )
+        header = wire.FrameHeader(epoch=frame.epoch, piece=_piece_message(frame.piece, payload.nbytes))
+    elif isinstance(frame, SentFrame):
+        header = wire.FrameHeader(epoch=frame.epoch, piece=_piece_message(frame.piece, frame.size))
+        header.piece.send.CopyFrom(wire.GroupSend(generation=frame.generation, sequence=frame.sequence))
     else:
         header = wire.FrameHeader(
             epoch=frame.epoch,
@@ -90,12 +96,21 @@ def decode_frame(message: bytes) -> Frame:
     payload = memoryview(message)[end:]
     match header.WhichOneof("frame"):
         case "piece":
-            piece = header.piece
-            if piece.payload_bytes != payload.nbytes:
-                raise FrameError(f"a piece announces {piece.payload_bytes} bytes and carries {payload.nbytes}")
-            return PieceFrame(
-                header.epoch, Piece(piece.layer_begin, piece.layer_end, piece.token_begin, piece.token_end), payload
+            message_piece = header.piece
+            piece = Piece(
+                message_piece.section,
+                message_piece.layer_begin,
+                message_piece.layer_end,
+                message_piece.slot_begin,
+                message_piece.slot_end,
             )
+            size = message_piece.payload_bytes
+            sent = message_piece.HasField("send")
+            if payload.nbytes != (0 if sent else size):
+                raise FrameError(f"a piece announces {size} bytes and carries {payload.nbytes}")
+            if sent:
+                return SentFrame(header.epoch, piece, size, message_piece.send.generation, message_piece.send.sequence)
+            return PieceFrame(header.epoch, piece, payload)
         case "end" if payload.nbytes == 0:
             last = header.end
             return EndFrame(
@@ -107,3 +122,14 @@ def decode_frame(message: bytes) -> Frame:
                 last.compute_ms / 1e3,
             )
     raise FrameError("a frame is neither a piece nor an end")
+
+
+def _piece_message(piece: Piece, payload_bytes: int) -> wire.Piece:
+    return wire.Piece(
+        section=piece.section,
+        layer_begin=piece.layer_begin,
+        layer_end=piece.layer_end,
+        slot_begin=piece.slot_begin,
+        slot_end=piece.slot_end,
+        payload_bytes=payload_bytes,
+    )

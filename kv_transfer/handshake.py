@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kv_transfer.layout import WIRE_VERSION, CacheLayout, OwnerLayer
+from kv_transfer.layout import WIRE_VERSION, CacheLayout, Lifetime, OwnerLayer, Section
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 
@@ -23,21 +23,45 @@ def layout_message(layout: CacheLayout) -> wire.Layout:
     return wire.Layout(
         fingerprint=layout.fingerprint,
         kv_dtype=layout.kv_dtype,
-        owners=[wire.Owner(name=o.name, kv_heads=o.kv_heads, bytes_per_token=o.bytes_per_token) for o in layout.owners],
+        sections=[_section_message(section) for section in layout.sections],
         sharing_digest=layout.sharing_digest,
         sharing_layers=layout.sharing_layers,
     )
 
 
 def parse_layout(message: wire.Layout) -> CacheLayout:
-    """The inverse of ``layout_message``."""
+    """The inverse of ``layout_message``. Raises ``HandshakeMismatch`` for a lifetime that we do not know."""
     return CacheLayout(
         fingerprint=message.fingerprint,
         kv_dtype=message.kv_dtype,
-        owners=tuple(OwnerLayer(o.name, o.kv_heads, o.bytes_per_token) for o in message.owners),
+        sections=tuple(_parse_section(section) for section in message.sections),
         sharing_digest=message.sharing_digest,
         sharing_layers=message.sharing_layers,
     )
+
+
+def _section_message(section: Section) -> wire.Section:
+    return wire.Section(
+        lifetime=wire.Lifetime.Name(section.lifetime.value),
+        window=section.window,
+        sinks=section.sinks,
+        owners=[
+            wire.Owner(name=o.name, kv_heads=o.kv_heads, bytes_per_slot=o.bytes_per_slot, sharers=o.sharers)
+            for o in section.owners
+        ],
+    )
+
+
+def _parse_section(message: wire.Section) -> Section:
+    try:
+        lifetime = Lifetime(message.lifetime)
+    except ValueError as error:
+        raise HandshakeMismatch(
+            f"the peer has layers of lifetime {message.lifetime}, which this version does not know; upgrade the older "
+            f"one"
+        ) from error
+    owners = tuple(OwnerLayer(o.name, o.kv_heads, o.bytes_per_slot, o.sharers) for o in message.owners)
+    return Section(lifetime, message.window, message.sinks, owners)
 
 
 def require_match(ours: CacheLayout, theirs: CacheLayout, their_version: int, peer: str) -> None:
@@ -55,7 +79,7 @@ def require_match(ours: CacheLayout, theirs: CacheLayout, their_version: int, pe
         _Field("fingerprint", ours.fingerprint, theirs.fingerprint, "start both with the same --model"),
         _Field("owner layers", _map(ours), _map(theirs), "start both with the same --kv-sharing"),
         _Field("sharing map", ours.sharing_digest, theirs.sharing_digest, "start both with the same --kv-sharing"),
-        _Field("owner layer sizes", ours.owners, theirs.owners, "start both with the same --model"),
+        _Field("what owner layers store", ours.sections, theirs.sections, "start both with the same --model"),
     )
     for field in fields:
         if field.ours != field.theirs:
@@ -64,7 +88,16 @@ def require_match(ours: CacheLayout, theirs: CacheLayout, their_version: int, pe
             )
 
 
+def require_transport(ours: str, theirs: str, peer: str) -> None:
+    """Raise ``HandshakeMismatch`` unless payloads travel the same way; a peer that names no way uses gRPC."""
+    if ours != (theirs or "grpc"):
+        raise HandshakeMismatch(
+            f"{peer} differs in transport: {theirs or 'grpc'} there, {ours} here; start both with the same --transport "
+            f"and --device"
+        )
+
+
 def _map(layout: CacheLayout) -> str:
-    names = [owner.name for owner in layout.owners]
+    names = list(dict.fromkeys(owner.name for owner in layout.owners))
     ends = f"{names[0]} … {names[-1]}" if names else "none"
     return f"{len(names)} owners of {len(names) + layout.sharing_layers} layers ({ends})"

@@ -1,4 +1,4 @@
-"""What has arrived of one transfer: every (layer, token) exactly once, and nothing that was not expected.
+"""What has arrived of one transfer: every (owner, slot) exactly once, and nothing that was not expected.
 
 Made with a manifest when a transfer starts, ticked by the engine for every piece, dropped when the transfer ends. A
 request runs only after its ledger is complete.
@@ -13,11 +13,11 @@ class UnexpectedPiece(ValueError):
 
 
 class Ledger:
-    """One bit per (layer, token), in one integer per layer."""
+    """One bit per (owner, slot), in one integer per owner."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._arrived = [0] * len(manifest.layout.owners)
+        self._arrived = [[0] * len(section.owners) for section in manifest.layout.sections]
         self.received_bytes = 0
 
     def check(self, piece: Piece, payload_bytes: int) -> None:
@@ -26,30 +26,37 @@ class Ledger:
         Called before a byte of it is written.
         """
         manifest = self._manifest
-        if not (0 <= piece.layer_begin < piece.layer_end <= len(self._arrived)):
-            raise UnexpectedPiece(f"layers {piece.layer_begin}–{piece.layer_end} of {len(self._arrived)} owners")
-        if not (manifest.held <= piece.token_begin < piece.token_end <= manifest.end):
+        if not 0 <= piece.section < len(self._arrived):
+            raise UnexpectedPiece(f"section {piece.section} of {len(self._arrived)}")
+        arrived, slots = self._arrived[piece.section], manifest.ranges[piece.section]
+        if not (0 <= piece.layer_begin < piece.layer_end <= len(arrived)):
+            raise UnexpectedPiece(f"layers {piece.layer_begin}–{piece.layer_end} of {len(arrived)} owners")
+        if not (slots.begin <= piece.slot_begin < piece.slot_end <= slots.end):
             raise UnexpectedPiece(
-                f"tokens {piece.token_begin}–{piece.token_end}, expected within {manifest.held}–{manifest.end}"
+                f"slots {piece.slot_begin}–{piece.slot_end}, expected within {slots.begin}–{slots.end}"
             )
         expected = piece.payload_bytes(manifest.layout)
         if payload_bytes != expected:
             raise UnexpectedPiece(f"{payload_bytes} payload bytes, expected {expected}")
         bits = self._bits(piece)
-        if any(arrived & bits for arrived in self._arrived[piece.layer_begin : piece.layer_end]):
-            raise UnexpectedPiece(f"tokens {piece.token_begin}–{piece.token_end} of a layer arrived twice")
+        if any(owner & bits for owner in arrived[piece.layer_begin : piece.layer_end]):
+            raise UnexpectedPiece(f"slots {piece.slot_begin}–{piece.slot_end} of a layer arrived twice")
 
     def record(self, piece: Piece) -> None:
         """Tick a piece that was checked and written."""
         for layer in range(piece.layer_begin, piece.layer_end):
-            self._arrived[layer] |= self._bits(piece)
+            self._arrived[piece.section][layer] |= self._bits(piece)
         self.received_bytes += piece.payload_bytes(self._manifest.layout)
 
     @property
     def complete(self) -> bool:
         """Whether every expected slot has arrived."""
-        everything = (1 << (self._manifest.end - self._manifest.held)) - 1
-        return all(arrived == everything for arrived in self._arrived)
+        return all(
+            owner == (1 << len(slots)) - 1
+            for owners, slots in zip(self._arrived, self._manifest.ranges, strict=True)
+            for owner in owners
+        )
 
     def _bits(self, piece: Piece) -> int:
-        return ((1 << (piece.token_end - piece.token_begin)) - 1) << (piece.token_begin - self._manifest.held)
+        first = self._manifest.ranges[piece.section].begin
+        return ((1 << (piece.slot_end - piece.slot_begin)) - 1) << (piece.slot_begin - first)

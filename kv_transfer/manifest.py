@@ -2,25 +2,26 @@
 
 from dataclasses import dataclass
 
-from kv_transfer.layout import CacheLayout
+from kv_transfer.layout import CacheLayout, SlotRange
+from kv_transfer.plan import lower_bound
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Tokens ``[held, end)`` of every owner layer are expected for ``(request_id, epoch)``.
+    """Of every section, the slots in ``ranges`` are expected for ``(request_id, epoch)``.
 
-    ``blocks`` is the request's block table on the decode replica; ``deadline`` is in its engine's clock, seconds.
+    ``tables`` are the request's block tables on the decode replica, one per KV cache group; ``deadline`` is in its
+    engine's clock, seconds.
     """
 
     request_id: str
     epoch: int
-    held: int
-    end: int
-    blocks: tuple[int, ...]
+    ranges: tuple[SlotRange, ...]
+    tables: tuple[tuple[int, ...], ...]
     deadline: float
     layout: CacheLayout
 
     @property
     def expected_bytes(self) -> int:
         """Payload bytes of a complete transfer."""
-        return (self.end - self.held) * self.layout.bytes_per_token
+        return lower_bound(self.layout, self.ranges)

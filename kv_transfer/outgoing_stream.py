@@ -6,11 +6,13 @@ packed copies, so the engine's pages are free as soon as it has read them, howev
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 
 from kv_transfer.frame import EndFrame, Frame, PieceFrame, encode_frame
+
+_CANCELLED = (grpc.StatusCode.ABORTED, "the receiver has cancelled")
 
 
 class StreamFailure(Exception):
@@ -53,17 +55,19 @@ class OutgoingStream:
         self._frames.put(StreamFailure(code, message))
 
     def cancel(self) -> None:
-        """The call has ended, for whatever reason; wakes its thread."""
+        """Nobody wants the rest, for whatever reason; wakes the call's thread."""
         self._cancelled.set()
-        self.fail(grpc.StatusCode.CANCELLED, "the call has ended")
+        self.fail(*_CANCELLED)
 
-    def messages(self) -> Iterator[bytes]:
+    def messages(self, encode: Callable[[Frame], bytes] = encode_frame) -> Iterator[bytes]:
         """Encoded frames until the end; raises ``StreamFailure``. Runs on the call's thread."""
         while True:
             frame = self._frames.get()
+            if self.cancelled:
+                raise StreamFailure(*_CANCELLED)
             if isinstance(frame, StreamFailure):
                 raise frame
-            message = encode_frame(frame)
+            message = encode(frame)
             if isinstance(frame, PieceFrame):
                 with self._lock:
                     self._queued_bytes -= frame.payload.nbytes

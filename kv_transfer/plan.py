@@ -1,37 +1,71 @@
-"""What must move for one request, and in which pieces. Pure functions of a layout and token ranges."""
+"""What must move for one request, and in which pieces. Pure functions of a layout and slot ranges."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from kv_transfer.layout import CacheLayout, Piece
+from kv_transfer.layout import CacheLayout, Lifetime, Piece, SlotRange
 
 
-def lower_bound(layout: CacheLayout, prompt_len: int, held: int) -> int:
-    """The fewest payload bytes that any connector could send.
+def lacking(layout: CacheLayout, prompt_len: int, held: Sequence[int]) -> tuple[SlotRange, ...]:
+    """What a decode replica lacks of each section, when it holds the slots before ``held``.
 
-    The decode side computes the last prompt token itself and holds the first ``held``, so it lacks the tokens
-    ``[held, prompt_len - 1)`` of every owner layer.
+    It computes the last prompt token itself, so it needs what that step sees of the tokens before.
     """
-    return max(0, prompt_len - 1 - held) * layout.bytes_per_token
+    ranges = []
+    for section, first in zip(layout.sections, held, strict=True):
+        needed = section.needed(prompt_len)
+        ranges.append(SlotRange(min(max(needed.begin, first), needed.end), needed.end))
+    return tuple(ranges)
 
 
-def plan_pieces(layout: CacheLayout, token_begin: int, token_end: int, max_piece_bytes: int) -> Iterator[Piece]:
-    """Cut ``[token_begin, token_end)`` of all owners into pieces, in producing order.
+def lower_bound(layout: CacheLayout, ranges: Sequence[SlotRange]) -> int:
+    """The fewest payload bytes that any connector could send for the slots in ``ranges``, one per section."""
+    return sum(section.bytes_per_slot * len(slots) for section, slots in zip(layout.sections, ranges, strict=True))
 
-    As many consecutive layers as fit ``max_piece_bytes`` share a piece; a layer that alone is larger is cut by tokens.
-    A piece holds at least one token of one layer, however small the limit.
+
+def unshared_bytes(layout: CacheLayout, ranges: Sequence[SlotRange]) -> int:
+    """The same if every layer that shares a cache had one of its own."""
+    return sum(
+        section.unshared_bytes_per_slot * len(slots) for section, slots in zip(layout.sections, ranges, strict=True)
+    )
+
+
+def plan_pieces(layout: CacheLayout, section: int, slots: SlotRange, max_piece_bytes: int) -> Iterator[Piece]:
+    """Cut ``slots`` of all owners of a section into pieces, in producing order.
+
+    As many consecutive owners as fit ``max_piece_bytes`` share a piece; an owner that alone is larger is cut by slots.
+    A piece holds at least one slot of one owner, however small the limit.
     """
-    if token_begin >= token_end:
+    if not len(slots):
         return
+    owners = layout.sections[section].owners
     layer = 0
-    while layer < len(layout.owners):
+    while layer < len(owners):
         end = layer + 1
-        while end < len(layout.owners):
-            wider = Piece(layer, end + 1, token_begin, token_end)
+        while end < len(owners):
+            wider = Piece(section, layer, end + 1, slots.begin, slots.end)
             if wider.payload_bytes(layout) > max_piece_bytes:
                 break
             end += 1
-        per_token = sum(owner.bytes_per_token for owner in layout.owners[layer:end])
-        step = max(1, max_piece_bytes // per_token)
-        for begin in range(token_begin, token_end, step):
-            yield Piece(layer, end, begin, min(begin + step, token_end))
+        per_slot = sum(owner.bytes_per_slot for owner in owners[layer:end])
+        step = max(1, max_piece_bytes // per_slot)
+        for begin in range(slots.begin, slots.end, step):
+            yield Piece(section, layer, end, begin, min(begin + step, slots.end))
         layer = end
+
+
+def check_request(layout: CacheLayout, prompt_len: int, ranges: Sequence[SlotRange]) -> str | None:
+    """Why a decode replica cannot be given these slots of a prompt, or None if it can.
+
+    A prefill replica has, when it is done, exactly what the last prompt token's step needs.
+    """
+    if len(ranges) != len(layout.sections):
+        return f"{len(ranges)} slot ranges for {len(layout.sections)} sections"
+    for index, (section, slots) in enumerate(zip(layout.sections, ranges, strict=True)):
+        needed = section.needed(prompt_len)
+        if not (needed.begin <= slots.begin <= slots.end == needed.end):
+            kind = "state" if section.lifetime is Lifetime.STATE else "tokens"
+            return (
+                f"{kind} {slots.begin}–{slots.end} of section {index}, of which a prompt of {prompt_len} tokens "
+                f"needs {needed.begin}–{needed.end}"
+            )
+    return None

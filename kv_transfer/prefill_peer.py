@@ -5,83 +5,78 @@ is gone. Each transfer is read on a thread of its own, which only checks frames 
 by the engine's thread.
 """
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
-from kv_transfer.frame import EndFrame, FrameError, PieceFrame, decode_frame
-from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match
+from kv_transfer.frame import EndFrame, FrameError, decode_frame
+from kv_transfer.group_receiver import GroupReceiver
+from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match, require_transport
 from kv_transfer.layout import WIRE_VERSION, CacheLayout
+from kv_transfer.pair_group import GroupLost, GroupSettings
+from kv_transfer.piece_receiver import PieceReceiver, StreamReceiver
 from kv_transfer.staging import StagingBudget
+from kv_transfer.transfer import PieceArrived, Transfer, TransferEnded, TransferEvent
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
-if TYPE_CHECKING:
-    from grpc import _CallIterator
+__all__ = ["PieceArrived", "PrefillPeer", "Transfer", "TransferEnded", "TransferEvent"]
 
 HANDSHAKE_SECONDS = 5.0
 
+_ENDING_STREAMS = 1000
+"""Cancelled streams are read to their ends beside those that count. No stream that is open may lack its reader: it may
+name the send whose turn it is. Threads are made when they are needed."""
 
-@dataclass(frozen=True, slots=True)
-class PieceArrived:
-    """A piece waits in staging; whoever takes it gives its bytes back to the budget."""
-
-    request_id: str
-    frame: PieceFrame
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnded:
-    """The stream is over: ``end`` if the sender finished, else why not. ``busy``: the peer had no stream to spare."""
-
-    request_id: str
-    epoch: int
-    end: EndFrame | None
-    error: str
-    busy: bool = False
-
-
-TransferEvent = PieceArrived | TransferEnded
-
-
-class Transfer:
-    """A running transfer as its owner sees it: something to cancel."""
-
-    def __init__(self, call: "_CallIterator[bytes]", staging: StagingBudget) -> None:
-        self._call = call
-        self._staging = staging
-        self.cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Abort on both sides; returns at once."""
-        self.cancelled.set()
-        self._call.cancel()
-        self._staging.wake()
+_SAID_BY_THE_SERVER = frozenset(
+    {
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+"""gRPC itself never ends a call so that has had messages: these come behind the last of them."""
 
 
 class PrefillPeer:
-    """See the module."""
+    """See the module. With ``group`` payloads travel over a process group, else in the streams."""
 
-    def __init__(self, address: str, layout: CacheLayout, incarnation: str, staging: StagingBudget) -> None:
+    def __init__(
+        self,
+        address: str,
+        layout: CacheLayout,
+        incarnation: str,
+        staging: StagingBudget,
+        group: GroupSettings | None = None,
+    ) -> None:
         self.address = address
         self._layout = layout
         self._own_incarnation = incarnation
-        self._staging = staging
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._receiver: PieceReceiver = (
+            StreamReceiver(staging)
+            if group is None
+            else GroupReceiver(group, self._channel, layout, incarnation, staging)
+        )
         self._prefill: grpc.UnaryStreamMultiCallable[Any, bytes] = self._channel.unary_stream(PREFILL_METHOD)
         self.incarnation = ""
         self.max_streams = 0
         self._threads = ThreadPoolExecutor(1)
 
     def connect(self) -> None:
-        """Shake hands. Raises ``HandshakeMismatch``, or ``grpc.RpcError`` when the peer cannot be reached."""
+        """Shake hands, and make what payloads need.
+
+        Raises ``HandshakeMismatch``, or ``grpc.RpcError`` or ``GroupLost`` when the peer cannot be reached.
+        """
         request = wire.HandshakeRequest(
-            wire_version=WIRE_VERSION, incarnation=self._own_incarnation, layout=layout_message(self._layout)
+            wire_version=WIRE_VERSION,
+            incarnation=self._own_incarnation,
+            layout=layout_message(self._layout),
+            transport=self._receiver.name,
         )
         call: grpc.UnaryUnaryMultiCallable[Any, bytes] = self._channel.unary_unary(HANDSHAKE_METHOD)
         try:
@@ -95,13 +90,15 @@ class PrefillPeer:
                 raise HandshakeMismatch(error.details()) from error
             raise
         require_match(self._layout, parse_layout(reply.layout), reply.wire_version, self.address)
+        require_transport(self._receiver.name, reply.transport, self.address)
         if reply.max_streams < 1:
             raise HandshakeMismatch(
                 f"{self.address} grants no stream; start it with --max-prefill-streams of at least 1"
             )
         self.incarnation = reply.incarnation
         self.max_streams = reply.max_streams
-        self._threads = ThreadPoolExecutor(reply.max_streams, thread_name_prefix="kv-in")
+        self._threads = ThreadPoolExecutor(reply.max_streams + _ENDING_STREAMS, thread_name_prefix="kv-in")
+        self._receiver.connect()
 
     def open(
         self,
@@ -110,39 +107,40 @@ class PrefillPeer:
         timeout: float,
     ) -> Transfer:
         """Start a transfer. Events come in order; the last is a ``TransferEnded``, whatever happens."""
+        self._receiver.prepare()
         call = self._prefill(request.SerializeToString(), timeout=timeout)
-        transfer = Transfer(call, self._staging)
-        self._threads.submit(self._read, call, transfer, request.request_id, request.epoch, deliver)
+        transfer = Transfer(request.request_id, request.epoch, call, deliver, self._receiver.cancel)
+        self._threads.submit(self._read, transfer)
         return transfer
 
     def close(self) -> None:
         """Drop the connection; running transfers end with an error."""
+        self._receiver.close()
         self._channel.close()
         self._threads.shutdown(wait=False)
 
-    def _read(
-        self,
-        call: "_CallIterator[bytes]",
-        transfer: Transfer,
-        request_id: str,
-        epoch: int,
-        deliver: Callable[[TransferEvent], None],
-    ) -> None:
+    def _read(self, transfer: Transfer) -> None:
         end: EndFrame | None = None
-        error, busy = "the stream ended without an end frame", False
+        error, busy, every_header = "the stream ended without an end frame", False, False
         try:
-            for message in call:
+            self._receiver.begin(transfer)
+            for message in transfer.call:
                 frame = decode_frame(message)
                 if isinstance(frame, EndFrame):
                     end = frame
-                elif self._staging.reserve(frame.payload.nbytes, transfer.cancelled):
-                    deliver(PieceArrived(request_id, frame))
-                else:
+                elif not self._receiver.take(transfer, frame):
                     break
+            else:
+                every_header = end is not None
         except grpc.RpcError as failure:
             error = f"{self.address}: {failure.code().name}: {failure.details()}"
             busy = failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            every_header = failure.code() in _SAID_BY_THE_SERVER
         except FrameError as failure:
-            call.cancel()
+            transfer.call.cancel()
             error = f"{self.address} sent something else than frames: {failure}"
-        deliver(TransferEnded(request_id, epoch, end, error, busy))
+        except GroupLost as failure:
+            transfer.call.cancel()
+            error = f"{self.address}: {failure}"
+        ended = TransferEnded(transfer.request_id, transfer.epoch, end, error, busy)
+        self._receiver.end(transfer, ended, every_header=every_header)

@@ -11,9 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
-from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match
-from kv_transfer.layout import WIRE_VERSION, CacheLayout
+from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match, require_transport
+from kv_transfer.layout import WIRE_VERSION, CacheLayout, SlotRange
 from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
+from kv_transfer.piece_sender import PieceSender, StreamSender
+from kv_transfer.plan import check_request, lower_bound
 from kv_transfer.socket_bytes import SocketBytes
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
@@ -24,19 +26,19 @@ _SPARE_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """A prompt to compute and send. ``token_ids`` lacks the prompt's last token; the first ``held`` are not sent."""
+    """A prompt to compute. ``token_ids`` lacks its last token; ``lacking`` is to be sent, section by section."""
 
     request_id: str
     epoch: int
     token_ids: tuple[int, ...]
-    held: int
+    lacking: tuple[SlotRange, ...]
     cache_salt: str
     timeout: float
     stream: OutgoingStream
 
 
 class PrefillServer:
-    """A gRPC server with raw bytes in both directions."""
+    """A gRPC server with raw bytes in both directions. ``sender`` says how payloads travel: else in its streams."""
 
     def __init__(
         self,
@@ -47,25 +49,29 @@ class PrefillServer:
         *,
         host: str,
         port: int = 0,
+        sender: PieceSender | None = None,
     ) -> None:
         self._layout = layout
         self._incarnation = incarnation
         self._max_streams = max_streams
         self._accept = accept
-        threads = max_streams * GRANTED_PEERS + _SPARE_THREADS
+        self._sender = sender if sender is not None else StreamSender()
+        threads = max_streams * GRANTED_PEERS + _SPARE_THREADS + self._sender.threads
         self._server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="kv-out"),
             options=CHANNEL_OPTIONS,
             maximum_concurrent_rpcs=threads,
         )
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            HANDSHAKE_METHOD.rsplit("/", 1)[1]: grpc.unary_unary_rpc_method_handler(self._handshake),
-            PREFILL_METHOD.rsplit("/", 1)[1]: grpc.unary_stream_rpc_method_handler(self._prefill),
-        }
-        service = PREFILL_METHOD.strip("/").split("/")[0]
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         self.port = self._server.add_insecure_port(f"{host}:{port}")
         self.socket_bytes = SocketBytes(self.port)
+        methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            HANDSHAKE_METHOD: grpc.unary_unary_rpc_method_handler(self._handshake),
+            PREFILL_METHOD: grpc.unary_stream_rpc_method_handler(self._prefill),
+            **self._sender.handlers(self.socket_bytes),
+        }
+        service = PREFILL_METHOD.strip("/").split("/")[0]
+        handlers = {method.rsplit("/", 1)[1]: handler for method, handler in methods.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
     def start(self) -> None:
         """Begin to serve."""
@@ -80,6 +86,7 @@ class PrefillServer:
         try:
             request.ParseFromString(message)
             require_match(self._layout, parse_layout(request.layout), request.wire_version, request.incarnation)
+            require_transport(self._sender.name, request.transport, request.incarnation)
         except DecodeError:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HandshakeRequest")
         except HandshakeMismatch as mismatch:
@@ -89,6 +96,7 @@ class PrefillServer:
             incarnation=self._incarnation,
             layout=layout_message(self._layout),
             max_streams=self._max_streams,
+            transport=self._sender.name,
         ).SerializeToString()
 
     def _prefill(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -102,11 +110,10 @@ class PrefillServer:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {self._incarnation}, not {request.prefill_incarnation}: shake hands again",
             )
-        if request.held_tokens >= len(request.token_ids):
-            context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"{request.held_tokens} tokens are held of {len(request.token_ids)}: nothing to send",
-            )
+        lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking)
+        problem = check_request(self._layout, len(request.token_ids) + 1, lacking)
+        if problem is not None or lower_bound(self._layout, lacking) == 0:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem or "nothing is lacking: there is nothing to send")
         stream = OutgoingStream()
         if not context.add_callback(stream.cancel):
             return
@@ -115,14 +122,14 @@ class PrefillServer:
                 request_id=request.request_id,
                 epoch=request.epoch,
                 token_ids=tuple(request.token_ids),
-                held=request.held_tokens,
+                lacking=lacking,
                 cache_salt=request.cache_salt,
                 timeout=request.timeout_ms / 1e3,
                 stream=stream,
             )
         )
         try:
-            yield from stream.messages()
+            yield from self._sender.messages(request, stream, context)
         except StreamFailure as failure:
             context.abort(failure.code, failure.message)
         finally:

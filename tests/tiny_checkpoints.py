@@ -15,7 +15,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -55,6 +55,25 @@ _CORPUS = [
 ]
 
 
+def write_model(model: PreTrainedModel, directory: Path, seed: int = 0, *, spread: float = 0.2) -> Path:
+    """Give a model random weights and save it, with a tokenizer; returns the directory.
+
+    Buffers that are saved are weights too. Norms and scales are about 1, everything else is about 0, ``spread`` apart.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    saved = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters(), *buffers]:
+            noise = torch.randn(weight.shape, generator=generator)
+            factor = any(word in name for word in ("norm", "scale", "scalar"))
+            weight.copy_(1.0 + spread * noise if factor else spread * noise)
+    model.generation_config.eos_token_id = [1, 3]
+    model.save_pretrained(directory)
+    write_tiny_tokenizer(directory)
+    return directory
+
+
 def write_tiny(
     architecture: Architecture,
     directory: Path,
@@ -67,17 +86,9 @@ def write_tiny(
     """A Hugging Face checkpoint directory with random weights; returns the directory."""
     own: dict[str, Any] = {"sliding_window": None} if architecture == "mistral" else {}
     config = AutoConfig.for_model(architecture, **{**_SHAPE, **own, **config_overrides})
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1.0 + 0.2 * noise if "norm" in name else 0.2 * noise)
-    model.generation_config.eos_token_id = [1, 3]
-    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    write_model(AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)), directory, seed)
     if shards > 1:
         _split(directory, shards)
-    write_tiny_tokenizer(directory)
     return directory
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kv_transfer.transport import Transport
+
 
 class Role(StrEnum):
     """What an engine does for the cluster.
@@ -20,9 +22,11 @@ class Role(StrEnum):
 class EngineConfig:
     """One engine's settings.
 
-    ``model`` is a local directory (config.json and safetensors) or a ``.gguf`` file. ``dtype`` is ``float32``,
-    ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own). ``kv_sharing`` is ``model`` (what the checkpoint
+    ``model`` is a local directory (config.json and safetensors) or a ``.gguf`` file. ``dtype`` is one of
+    ``worker.dtype.DTYPES`` or ``auto`` (the checkpoint's own). ``kv_sharing`` is ``model`` (what the checkpoint
     declares), ``none``, ``every:N``, ``after:N`` or the path of a JSON file. Sizes of memory are bytes, times seconds.
+    ``block_size`` is the smallest of any KV cache group: those of hybrid models get multiples of it. Of a recurrent
+    state, one in ``state_checkpoint_blocks`` blocks of tokens is kept for prefix caching.
     """
 
     model: str
@@ -37,6 +41,7 @@ class EngineConfig:
     max_running_requests: int = 64
     max_waiting_requests: int = 1024
     prefix_caching: bool = True
+    state_checkpoint_blocks: int = 4
     local_prefill_threshold: int = 0
     max_prefill_streams: int = 16
     max_piece_bytes: int = 4 << 20
@@ -45,6 +50,7 @@ class EngineConfig:
     transfer_timeout: float = 120.0
     threads: int | None = None
     advertised_host: str = "127.0.0.1"
+    transport: Transport = Transport.GRPC
 
     def with_model(self, model: str) -> "EngineConfig":
         """The same settings for a model that has been found on this machine."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-from kv_transfer.plan import lower_bound
-from kv_transfer.prefill_peer import PieceArrived, TransferEnded
+from kv_transfer.plan import lower_bound, unshared_bytes
 from kv_transfer.staging import StagingBudget
+from kv_transfer.transfer import PieceArrived, TransferEnded
 from worker.config import EngineConfig
 from worker.events import (
     Aborted,
@@ -25,7 +25,6 @@ from worker.events import (
     Submitted,
 )
 from worker.incoming_transfers import IncomingTransfers
-from worker.kv_cache.manager import KVCacheManager
 from worker.model_runner import ModelRunner
 from worker.prefill_connector import PrefillConnector
 from worker.request import Client, Request, RequestLimits, make_sequence, request_id_of
@@ -64,11 +63,12 @@ class DecodeEngine:
         self._transfers = (
             IncomingTransfers(runner, connector, staging, self.counters) if connector is not None else None
         )
-        self._cache = KVCacheManager(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self._cache = runner.cache_manager()
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
         self._limits = RequestLimits(
             vocab_size=runner.model.vocab_size,
-            max_model_len=runner.max_model_len,
+            max_model_len=runner.max_model_len - len(runner.prefix_tokens),
+            prefix_tokens=runner.prefix_tokens,
             max_choices=config.max_running_requests,
             default_timeout=config.request_timeout,
             eos_token_ids=runner.eos_token_ids,
@@ -108,6 +108,7 @@ class DecodeEngine:
         self._expire(now)
         credit = self._transfers.credit(now) if self._transfers is not None else NO_PREFILL
         plan = self._scheduler.schedule(now, credit)
+        self._runner.clear_blocks(plan.to_clear)
         for sequence in plan.transfers:
             if self._transfers is None or not self._transfers.start(sequence, now):
                 self._scheduler.transfer_refused(sequence)
@@ -155,8 +156,8 @@ class DecodeEngine:
             counters=self.counters,
             held_blocks=self._cache.counts().held,
             block_size=self._config.block_size,
-            owner_layers=len(self._runner.layout.owners),
-            total_layers=len(self._runner.layout.owners) + self._runner.layout.sharing_layers,
+            owner_layers=self._runner.owner_layers,
+            total_layers=self._runner.attention_layers,
             prefill_error=self._transfers.last_error if self._transfers is not None else "",
         )
 
@@ -241,9 +242,8 @@ class DecodeEngine:
                 self._scheduler.transfer_failed(sequence)
             return
         layout = self._runner.layout
-        lacking = incoming.manifest.end - incoming.manifest.held
-        bound = lower_bound(layout, len(sequence.tokens), incoming.manifest.held)
-        unshared = lacking * self._runner.unshared_bytes_per_token
+        bound = lower_bound(layout, incoming.manifest.ranges)
+        unshared = unshared_bytes(layout, incoming.manifest.ranges)
         report.payload_bytes += incoming.ledger.received_bytes
         report.lower_bound_bytes += bound
         report.unshared_bytes += unshared
@@ -251,7 +251,8 @@ class DecodeEngine:
         report.queue_ms += event.end.queue_seconds * 1e3
         report.attempts = sequence.transfer_attempts + 1
         report.prefill_replica = incoming.opened.incarnation
-        self._requests[sequence.request_id].prefill_cached_tokens = event.end.cached_tokens
+        cached = max(0, event.end.cached_tokens - sequence.prefix_len)
+        self._requests[sequence.request_id].prefill_cached_tokens = cached
         self.counters.transfers += 1
         self.counters.lower_bound_bytes += bound
         self.counters.unshared_bytes += unshared
@@ -279,13 +280,17 @@ class DecodeEngine:
             sequence = scheduled.sequence
             if sequence.wants_prompt_logprobs:
                 # The row of token i predicts token i + 1; the prompt's last row predicts no prompt token.
+                begin = max(scheduled.first, sequence.prefix_len)
                 end = min(scheduled.first + scheduled.rows, sequence.prompt_len - 1)
-                count = max(0, end - scheduled.first)
-                targets = sequence.tokens[scheduled.first + 1 : scheduled.first + 1 + count]
-                described = token_logprobs(logits[row : row + count], targets, sequence.sampling.prompt_logprobs or 0)
+                count, first_row = max(0, end - begin), row + begin - scheduled.first
+                described = token_logprobs(
+                    logits[first_row : first_row + count],
+                    sequence.tokens[begin + 1 : begin + 1 + count],
+                    sequence.sampling.prompt_logprobs or 0,
+                )
                 entries = self._requests[sequence.request_id].prompt_logprobs
                 # A prompt that was preempted halfway is computed from its start again.
-                del entries[scheduled.first :]
+                del entries[begin - sequence.prefix_len :]
                 entries += described
                 if scheduled.first + scheduled.rows >= sequence.prompt_len:
                     sequence.prompt_reported = True
@@ -333,11 +338,11 @@ class DecodeEngine:
     def _send(self, request: Request, sequence: Sequence, output: wire.Output) -> None:
         if not request.prompt_info_sent:
             request.prompt_info_sent = True
-            self.counters.prompt_tokens += sequence.prompt_len
+            self.counters.prompt_tokens += sequence.prompt_len - sequence.prefix_len
             top = sequence.sampling.prompt_logprobs or 0
             output.prompt_info.CopyFrom(
                 wire.PromptInfo(
-                    cached_tokens=min(sequence.cached_tokens, sequence.prompt_len),
+                    cached_tokens=max(0, min(sequence.cached_tokens, sequence.prompt_len) - sequence.prefix_len),
                     prefill_cached_tokens=request.prefill_cached_tokens,
                     prompt_logprobs=[_logprobs_message(entry, top) for entry in request.prompt_logprobs],
                     transfer=request.transfer,

@@ -4,11 +4,19 @@ from collections.abc import Mapping
 
 import torch
 
-DTYPES: Mapping[str, torch.dtype] = {
+SERVED_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+"""What a cluster's ``--dtype`` offers."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    **SERVED_DTYPES,
+    # For checks of arithmetic: where float32 differs from a reference, float64 shows whether rounding is the reason.
+    "float64": torch.float64,
+}
+"""What an engine can compute in."""
 
 
 def choose_device(name: str) -> torch.device:

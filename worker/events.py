@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.prefill_peer import PieceArrived, TransferEnded
+from kv_transfer.transfer import PieceArrived, TransferEnded
 from worker.request import Client
 from worker.wire import engine_pb2 as wire
 

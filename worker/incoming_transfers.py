@@ -7,10 +7,13 @@ ends complete, failed, or cancelled with its request; pages are written only bet
 import logging
 from dataclasses import dataclass
 
+from kv_transfer.layout import Lifetime
 from kv_transfer.ledger import Ledger, UnexpectedPiece
 from kv_transfer.manifest import Manifest
-from kv_transfer.prefill_peer import PieceArrived, TransferEnded
+from kv_transfer.plan import lacking
 from kv_transfer.staging import StagingBudget
+from kv_transfer.transfer import PieceArrived, TransferEnded
+from worker.kv_cache.block_table import BlockTable
 from worker.model_runner import ModelRunner
 from worker.prefill_connector import OpenTransfer, Outcome, PrefillConnector
 from worker.scheduler import PrefillCredit
@@ -60,20 +63,29 @@ class IncomingTransfers:
 
     def start(self, sequence: Sequence, now: float) -> bool:
         """Ask for a receiving sequence's KV; False when no prefill replica can take it after all."""
+        layout = self._runner.layout
+        # Sinks are never held before.
+        held = [
+            0 if section.lifetime is Lifetime.FIRST_TOKENS else self._table(sequence, index).lacking_from
+            for index, section in enumerate(layout.sections)
+        ]
         manifest = Manifest(
             request_id=sequence.request_id,
             epoch=sequence.epoch,
-            held=sequence.computed,
-            end=len(sequence.tokens) - 1,
-            blocks=tuple(sequence.blocks),
+            ranges=lacking(layout, len(sequence.tokens), held),
+            tables=tuple(tuple(table.blocks) for table in sequence.tables),
             deadline=sequence.deadline,
-            layout=self._runner.layout,
+            layout=layout,
         )
         opened = self._connector.open(sequence, manifest, now)
         if opened is None:
             return False
         self._live[sequence.epoch] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
         return True
+
+    def _table(self, sequence: Sequence, section: int) -> BlockTable:
+        """A table that says what a section's owners lack."""
+        return sequence.tables[self._runner.group_of_section(section)]
 
     def take(self, event: PieceArrived) -> None:
         """Check a piece and write it; whatever no live manifest covers is dropped."""
@@ -89,7 +101,8 @@ class IncomingTransfers:
                 log.error("%s from %s: %s", event.request_id, incoming.opened.incarnation, error)
                 incoming.opened.transfer.cancel()
                 return
-            self._runner.write_piece(frame.piece, incoming.sequence.block_table(), frame.payload)
+            tables = [table.array() for table in incoming.sequence.tables]
+            self._runner.write_piece(frame.piece, tables, frame.payload)
             incoming.ledger.record(frame.piece)
             self._counters.payload_bytes += frame.payload.nbytes
         finally:

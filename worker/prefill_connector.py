@@ -15,8 +15,10 @@ import grpc
 from kv_transfer.handshake import HandshakeMismatch
 from kv_transfer.layout import CacheLayout
 from kv_transfer.manifest import Manifest
-from kv_transfer.prefill_peer import PrefillPeer, Transfer, TransferEvent
+from kv_transfer.pair_group import GroupLost, GroupSettings
+from kv_transfer.prefill_peer import PrefillPeer
 from kv_transfer.staging import StagingBudget
+from kv_transfer.transfer import Transfer, TransferEvent
 from kv_transfer.wire import kv_transfer_pb2 as wire
 from worker.prefill_selector import PrefillCandidate, PrefillSelector
 from worker.scheduler import NO_PREFILL, PrefillCredit
@@ -62,7 +64,7 @@ class OpenTransfer:
 
 
 class PrefillConnector:
-    """See the module."""
+    """See the module. With ``group`` payloads travel over process groups, else in the streams."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class PrefillConnector:
         staging: StagingBudget,
         deliver: Callable[[TransferEvent], None],
         transfer_timeout: float,
+        group: GroupSettings | None = None,
     ) -> None:
         self._layout = layout
         self._incarnation = incarnation
@@ -79,6 +82,7 @@ class PrefillConnector:
         self._staging = staging
         self._deliver = deliver
         self._transfer_timeout = transfer_timeout
+        self._group = group
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}
         self._errors: dict[str, str] = {}
@@ -146,8 +150,9 @@ class PrefillConnector:
                 request_id=manifest.request_id,
                 epoch=manifest.epoch,
                 prefill_incarnation=chosen,
+                decode_incarnation=self._incarnation,
                 token_ids=tokens,
-                held_tokens=manifest.held,
+                lacking=[wire.SlotRange(begin=slots.begin, end=slots.end) for slots in manifest.ranges],
                 cache_salt=sequence.salt,
                 timeout_ms=int(timeout * 1e3),
             )
@@ -184,7 +189,7 @@ class PrefillConnector:
         self.update({})
 
     def _connect(self, incarnation: str, address: str) -> None:
-        peer = PrefillPeer(address, self._layout, self._incarnation, self._staging)
+        peer = PrefillPeer(address, self._layout, self._incarnation, self._staging, self._group)
         try:
             peer.connect()
         except HandshakeMismatch as mismatch:
@@ -194,6 +199,9 @@ class PrefillConnector:
             return
         except grpc.RpcError as error:
             self._refuse(incarnation, f"{address}: {error.code().name}", peer)
+            return
+        except GroupLost as error:
+            self._refuse(incarnation, f"{address}: {error}", peer)
             return
         if peer.incarnation != incarnation:
             self._refuse(incarnation, f"{address} is {peer.incarnation} by now", peer)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import grpc
 
 from kv_transfer.frame import EndFrame, PieceFrame
+from kv_transfer.layout import SlotRange
 from kv_transfer.plan import plan_pieces
 from kv_transfer.prefill_server import PrefillJob
 from worker.config import EngineConfig
 from worker.events import CacheCleared, StatusWanted
-from worker.kv_cache.manager import KVCacheManager
 from worker.model_runner import ModelRunner
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler, StepPlan
@@ -29,11 +29,11 @@ PrefillEvent = PrefillJob | StatusWanted | CacheCleared
 
 @dataclass(slots=True)
 class Outgoing:
-    """A job under way: tokens ``[job.held, sent)`` have been queued on its stream."""
+    """A job under way: of each section, the lacking slots before ``sent`` have been queued on its stream."""
 
     job: PrefillJob
     sequence: Sequence
-    sent: int
+    sent: list[int]
     admitted: float
     payload_bytes: int = 0
     pieces: int = 0
@@ -49,7 +49,7 @@ class PrefillEngine:
         self._runner = runner
         self._replica_id = replica_id
         self._wire_bytes = wire_bytes
-        self._cache = KVCacheManager(runner.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self._cache = runner.cache_manager()
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
         self._jobs: dict[RequestId, Outgoing] = {}
         self._accepted = 0
@@ -75,6 +75,7 @@ class PrefillEngine:
         """Compute once; returns whether there was anything to compute."""
         self._drop_cancelled()
         plan = self._scheduler.schedule(now, paused=self._paused())
+        self._runner.clear_blocks(plan.to_clear)
         for sequence in plan.admitted:
             self._jobs[sequence.request_id].admitted = now
         if plan.rows:
@@ -117,8 +118,8 @@ class PrefillEngine:
             counters=self.counters,
             held_blocks=self._cache.counts().held,
             block_size=self._config.block_size,
-            owner_layers=len(self._runner.layout.owners),
-            total_layers=len(self._runner.layout.owners) + self._runner.layout.sharing_layers,
+            owner_layers=self._runner.owner_layers,
+            total_layers=self._runner.attention_layers,
         )
 
     def stop(self, now: float) -> None:
@@ -128,8 +129,13 @@ class PrefillEngine:
             self._give_up(outgoing, grpc.StatusCode.UNAVAILABLE, "the replica is shutting down")
 
     def _accept(self, job: PrefillJob, now: float) -> None:
-        largest = max(job.token_ids, default=0)
-        if len(job.token_ids) >= self._runner.max_model_len or largest >= self._runner.model.vocab_size:
+        own = len(self._runner.prefix_tokens)
+        largest = max(job.token_ids[own:], default=0)
+        if (
+            job.token_ids[:own] != self._runner.prefix_tokens
+            or len(job.token_ids) >= self._runner.max_model_len
+            or largest >= self._runner.model.vocab_size
+        ):
             job.stream.fail(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{len(job.token_ids)} tokens with ids up to {largest}; this replica takes up to "
@@ -151,7 +157,9 @@ class PrefillEngine:
             arrival=now,
             deadline=now + job.timeout,
         )
-        self._jobs[sequence.request_id] = Outgoing(job, sequence, sent=job.held, admitted=now)
+        self._jobs[sequence.request_id] = Outgoing(
+            job, sequence, sent=[slots.begin for slots in job.lacking], admitted=now
+        )
         self._scheduler.add(sequence)
 
     def _paused(self) -> frozenset[RequestId]:
@@ -168,14 +176,17 @@ class PrefillEngine:
     def _advance(self, outgoing: Outgoing, now: float) -> None:
         """Send what is computed and not sent; end the job when that is everything."""
         sequence, job = outgoing.sequence, outgoing.job
-        blocks = sequence.block_table()
-        pieces = plan_pieces(self._runner.layout, outgoing.sent, sequence.computed, self._config.max_piece_bytes)
-        for piece in pieces:
-            payload = self._runner.read_piece(piece, blocks)
-            job.stream.put(PieceFrame(job.epoch, piece, payload))
-            outgoing.payload_bytes += payload.nbytes
-            outgoing.pieces += 1
-        outgoing.sent = max(outgoing.sent, sequence.computed)
+        layout = self._runner.layout
+        tables = [table.array() for table in sequence.tables]
+        for index, (section, slots) in enumerate(zip(layout.sections, job.lacking, strict=True)):
+            ready = section.ready(slots, len(sequence.tokens) + 1, sequence.computed)
+            unsent = SlotRange(outgoing.sent[index], max(outgoing.sent[index], ready.end))
+            for piece in plan_pieces(layout, index, unsent, self._config.max_piece_bytes):
+                payload = self._runner.read_piece(piece, tables)
+                job.stream.put(PieceFrame(job.epoch, piece, payload))
+                outgoing.payload_bytes += payload.nbytes
+                outgoing.pieces += 1
+            outgoing.sent[index] = unsent.end
         if sequence.pending:
             return
         job.stream.put(

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from kv_transfer.group_sender import GroupSender
+from kv_transfer.pair_group import GroupSettings
 from kv_transfer.prefill_server import PrefillServer
 from kv_transfer.staging import StagingBudget
+from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
 from worker.engine_loop import EngineLoop
@@ -46,9 +49,15 @@ class Replica:
         self._connector: PrefillConnector | None = None
         self._prefill_server: PrefillServer | None = None
         host = config.advertised_host
+        group = GroupSettings(host, runner.device) if config.transport is Transport.TORCH else None
         if config.role is Role.PREFILL:
             self._prefill_server = PrefillServer(
-                runner.layout, incarnation, config.max_prefill_streams, inbox.put, host=host
+                runner.layout,
+                incarnation,
+                config.max_prefill_streams,
+                inbox.put,
+                host=host,
+                sender=None if group is None else GroupSender(group),
             )
             engine: PrefillEngine | DecodeEngine = PrefillEngine(
                 config, runner, incarnation, self._prefill_server.socket_bytes.read
@@ -58,7 +67,7 @@ class Replica:
             if config.role is Role.DECODE:
                 assert selector is not None, "a decode replica needs a way to choose a prefill replica"
                 self._connector = PrefillConnector(
-                    runner.layout, incarnation, selector, staging, inbox.put, config.transfer_timeout
+                    runner.layout, incarnation, selector, staging, inbox.put, config.transfer_timeout, group
                 )
             engine = DecodeEngine(config, runner, incarnation, self._connector, staging)
         self._loop: EngineLoop[Any] = EngineLoop(engine, inbox)

@@ -68,10 +68,14 @@ def parse_sampling(message: wire.Sampling) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What any request must fit into."""
+    """What any request must fit into, and the ``prefix_tokens`` that the model wants before every prompt.
+
+    ``max_model_len`` does not count them.
+    """
 
     vocab_size: int
     max_model_len: int
+    prefix_tokens: tuple[int, ...]
     max_choices: int
     default_timeout: float
     eos_token_ids: frozenset[int]
@@ -98,8 +102,9 @@ def make_sequence(submit: wire.Submit, request_id: RequestId, limits: RequestLim
     return Sequence(
         request_id=request_id,
         choice=0,
-        tokens=list(submit.token_ids),
-        prompt_len=submit.prompt_len,
+        tokens=[*limits.prefix_tokens, *submit.token_ids],
+        prompt_len=len(limits.prefix_tokens) + submit.prompt_len,
+        prefix_len=len(limits.prefix_tokens),
         sampling=sampling,
         salt=submit.cache_salt,
         arrival=now,

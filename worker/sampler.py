@@ -87,7 +87,7 @@ def _adjust(row: torch.Tensor, draw: Draw) -> None:
     sequence = draw.sequence
     sampling = sequence.sampling
     if sampling.penalized:
-        seen = np.unique(np.array(sequence.tokens))
+        seen = np.unique(np.array(sequence.tokens[sequence.prefix_len :]))
         if sampling.repetition_penalty != 1.0:
             index = torch.from_numpy(seen).to(row.device)
             values = row[index]

@@ -4,8 +4,8 @@ One per engine, used from the engine's thread only. It does no I/O and reads no 
 and changed sequences go out, so that a simulation drives the same code.
 
 A step serves sequences in three passes. Decodes first, one token each, so that a long prompt never delays them by more
-than its chunk; then prompts that have begun, a chunk each within the token budget; then new admissions. A decode that
-finds no block preempts the sequence that was admitted last.
+than its chunk; then prompts that have begun, a chunk each within the token budget; then new admissions. A sequence that
+finds no block preempts the one that was admitted last and is not yet part of the step.
 """
 
 from collections import deque
@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from worker.config import EngineConfig, Role
-from worker.kv_cache.manager import BlockCopy, KVCacheManager
+from worker.kv_cache.block_pool import BlockId
+from worker.kv_cache.group_blocks import BlockCopy
+from worker.kv_cache.manager import KVCacheManager
 from worker.sequence import Epoch, RequestId, Sequence, SequenceState
 
 MAX_TRANSFER_ATTEMPTS = 3
@@ -52,8 +54,12 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. ``transfers`` were admitted and wait for a prefill replica's KV; they are not computed."""
+    """One step. ``transfers`` were admitted and wait for a prefill replica's KV; they are not computed.
 
+    ``to_clear`` are blocks that must be cleared before anything is computed or received.
+    """
+
+    to_clear: tuple[BlockId, ...]
     rows: tuple[ScheduledRows, ...]
     draws: tuple[Draw, ...]
     transfers: tuple[Sequence, ...]
@@ -153,14 +159,13 @@ class Scheduler:
         rows: list[ScheduledRows] = []
 
         for sequence in [s for s in self.running if s.pending == 1 and s.request_id not in paused]:
-            if sequence.state is SequenceState.RUNNING and self._make_room(sequence):
-                rows.append(self._scheduled(sequence, 1))
+            if sequence.state is SequenceState.RUNNING:
+                self._schedule_rows(sequence, 1, rows)
         budget -= len(rows)
 
         for sequence in [s for s in self.running if s.pending > 1 and s.request_id not in paused]:
-            if budget > 0:
-                rows.append(self._scheduled(sequence, budget))
-                budget -= rows[-1].rows
+            if budget > 0 and sequence.state is SequenceState.RUNNING:
+                budget -= self._schedule_rows(sequence, budget, rows)
 
         transfers: list[Sequence] = []
         admitted: list[Sequence] = []
@@ -168,7 +173,7 @@ class Scheduler:
         while self.waiting and budget > 0 and self._has_seat() and self.preemptions == preempted_before:
             sequence = self.waiting[0]
             transfer = self._wants_transfer(sequence, credit)
-            if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence):
+            if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence, transfer):
                 break
             if transfer:
                 self.waiting.popleft()
@@ -183,21 +188,21 @@ class Scheduler:
                 self.running.append(sequence)
                 self.local_prefills += sequence.pending > 1
                 if sequence.pending > 0:
-                    rows.append(self._scheduled(sequence, budget))
-                    budget -= rows[-1].rows
+                    budget -= self._schedule_rows(sequence, budget, rows)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
             sequence.queue_seconds = now - sequence.arrival
             if not sequence.generated:
                 sequence.cached_tokens = sequence.computed
             admitted.append(sequence)
-        return StepPlan(tuple(rows), self._draws(rows), tuple(transfers), tuple(admitted))
+        to_clear = self._cache.take_to_clear()
+        return StepPlan(to_clear, tuple(rows), self._draws(rows), tuple(transfers), tuple(admitted))
 
     def commit(self, plan: StepPlan, tokens: list[int], now: float) -> Committed:
         """Account for a computed step; ``tokens`` are the sampled ones, one per draw."""
         for scheduled in plan.rows:
             scheduled.sequence.computed += scheduled.rows
-            self._cache.publish(scheduled.sequence)
+            self._cache.advance(scheduled.sequence)
         sampled: list[Sampled] = []
         copies: list[BlockCopy] = []
         for index, (draw, token) in enumerate(zip(plan.draws, tokens, strict=True)):
@@ -212,8 +217,7 @@ class Scheduler:
 
     def transfer_completed(self, sequence: Sequence) -> None:
         """Every slot of a receiving sequence's prompt has arrived, all but the last token's."""
-        sequence.computed = len(sequence.tokens) - 1
-        self._cache.publish(sequence)
+        self._cache.received(sequence)
         self.receiving.remove(sequence)
         sequence.move_to(SequenceState.RUNNING)
         self.running.append(sequence)
@@ -233,11 +237,13 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self.running) + len(self.receiving) < self._config.max_running_requests
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, transfer: bool) -> bool:
         known = len(sequence.tokens)
+        if transfer:
+            return self._cache.admit_received(sequence, tokens=known + 1)
         # A decode step needs the last token's logits, so that token is always computed; a prefill replica needs none.
         computes_last = self._config.role is not Role.PREFILL
-        return self._cache.admit(sequence, reusable=self._reusable(sequence), reserve=known + computes_last)
+        return self._cache.admit(sequence, reusable=self._reusable(sequence), tokens=known + computes_last)
 
     def _reusable(self, sequence: Sequence) -> int:
         """Tokens whose KV may come from the prefix cache."""
@@ -255,8 +261,16 @@ class Scheduler:
             > self._config.local_prefill_threshold
         )
 
-    def _scheduled(self, sequence: Sequence, budget: int) -> ScheduledRows:
-        rows = min(sequence.pending, budget)
+    def _schedule_rows(self, sequence: Sequence, budget: int, step: list[ScheduledRows]) -> int:
+        """Make a sequence's next rows part of the step, if blocks can be found for them; returns how many there are."""
+        scheduled = self._rows(sequence, budget)
+        if not self._make_room(sequence, scheduled.rows, step):
+            return 0
+        step.append(scheduled)
+        return scheduled.rows
+
+    def _rows(self, sequence: Sequence, budget: int) -> ScheduledRows:
+        rows = self._cache.chunk(sequence, min(sequence.pending, budget))
         if self._config.role is Role.PREFILL:
             return ScheduledRows(sequence, sequence.computed, rows, 0)
         if sequence.wants_prompt_logprobs:
@@ -275,9 +289,10 @@ class Scheduler:
                 draws += [Draw(row - 1, sequence, sequence.choice + branch) for branch in range(sequence.branches)]
         return tuple(draws)
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        while not self._cache.grow(sequence):
-            victim = self.running[-1]
+    def _make_room(self, sequence: Sequence, rows: int, step: list[ScheduledRows]) -> bool:
+        while not self._cache.extend(sequence, rows):
+            scheduled = {id(other.sequence) for other in step}
+            victim = next(other for other in reversed(self.running) if id(other) not in scheduled)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -300,19 +315,17 @@ class Scheduler:
             tokens=[*computed_tokens, token],
             branches=1,
             state=SequenceState.WAITING,
-            blocks=[],
+            tables=[],
             hashes=list(parent.hashes[: parent.computed // self._cache.block_size]),
             computed=0,
-            published=0,
             transfer_attempts=0,
             prompt_reported=True,
         )
-        copy = self._cache.fork(parent, child)
-        if copy is None:
+        copied = self._cache.fork(parent, child)
+        if copied is None:
             self.waiting.appendleft(child)
             return child
-        if copy.source != copy.destination:
-            copies.append(copy)
+        copies += copied
         child.move_to(SequenceState.RUNNING)
         self.running.append(child)
         return child

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NewType
 
-import numpy as np
-
-from kernels.pages import IntArray
-from worker.kv_cache.block_pool import BlockHash, BlockId
+from worker.kv_cache.block_pool import BlockHash
+from worker.kv_cache.block_table import BlockTable
 from worker.sampling_params import SamplingParams
 
 RequestId = NewType("RequestId", str)
@@ -43,9 +41,10 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 class Sequence:
     """Tokens and KV of one choice.
 
-    ``tokens`` are prompt and generated tokens; ``computed`` of them have their KV in ``blocks``. ``hashes`` names the
-    full blocks whose hash is known, ``published`` of them are findable. ``branches`` is how many choices still share
-    this prompt. ``deadline`` is in the engine's clock, seconds.
+    ``tokens`` are prompt and generated tokens; ``computed`` of them are in the cache. The first ``prefix_len`` are the
+    model's own, not the client's. ``tables`` are its blocks, one table per KV cache group. ``hashes`` names the leading
+    full blocks of the smallest block size. ``branches`` is how many choices still share this prompt. ``deadline`` is in
+    the engine's clock, seconds.
     """
 
     request_id: RequestId
@@ -57,12 +56,12 @@ class Sequence:
     arrival: float
     deadline: float
     eos_token_ids: frozenset[int] = frozenset()
+    prefix_len: int = 0
     branches: int = 1
     state: SequenceState = SequenceState.WAITING
     computed: int = 0
-    blocks: list[BlockId] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     hashes: list[BlockHash] = field(default_factory=list)
-    published: int = 0
     epoch: Epoch = Epoch(0)
     transfer_attempts: int = 0
     prompt_reported: bool = False
@@ -89,10 +88,6 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether rows of the prompt still need logits."""
         return self.sampling.prompt_logprobs is not None and not self.prompt_reported
-
-    def block_table(self) -> IntArray:
-        """Block ids as int64."""
-        return np.array(self.blocks, dtype=np.int64)
 
     def move_to(self, state: SequenceState) -> None:
         """Change state; an impossible change is a bug of ours."""

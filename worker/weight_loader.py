@@ -1,6 +1,6 @@
 """Fills a built model from a checkpoint, tensor by tensor, straight into its fused weights."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
 from worker.checkpoint.checkpoint import Checkpoint
 from worker.models.model import Model
@@ -10,12 +10,15 @@ class WeightMismatch(ValueError):
     """A checkpoint that does not fit the model that its configuration describes."""
 
 
-def require_tensors(model: Model, checkpoint: Checkpoint, known_names: Iterable[str]) -> None:
+def require_tensors(
+    model: Model, checkpoint: Checkpoint, known_names: Collection[str], unserved: Sequence[str] = ()
+) -> None:
     """Raise ``WeightMismatch`` unless the checkpoint has what ``model`` loads, in its shapes, and nothing unknown.
 
     ``known_names`` are the tensors that the complete, unshared model has: a sharing layer's K and V projections and the
-    layers that a headless model leaves out are skipped knowingly. Anything beyond them is refused, because a tensor
-    that nobody uses means that the model would be computed wrongly.
+    layers that a headless model leaves out are skipped knowingly. So are tensors whose names begin with one of
+    ``unserved``, such as an image encoder's. Anything beyond them is refused, because a tensor that nobody uses means
+    that the model would be computed wrongly.
     """
     slots = list(model.slots())
     available = checkpoint.names()
@@ -23,7 +26,9 @@ def require_tensors(model: Model, checkpoint: Checkpoint, known_names: Iterable[
     if missing:
         raise WeightMismatch(f"{checkpoint.path} lacks {len(missing)} tensors that the model needs: {_some(missing)}")
     unused = {
-        name for name in available - set(known_names) - {"lm_head.weight"} if not name.endswith("rotary_emb.inv_freq")
+        name
+        for name in available - set(known_names) - {"lm_head.weight"}
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(tuple(unserved))
     }
     if unused:
         raise WeightMismatch(
@@ -39,9 +44,11 @@ def require_tensors(model: Model, checkpoint: Checkpoint, known_names: Iterable[
             )
 
 
-def load_weights(model: Model, checkpoint: Checkpoint, known_names: Iterable[str]) -> None:
+def load_weights(
+    model: Model, checkpoint: Checkpoint, known_names: Collection[str], unserved: Sequence[str] = ()
+) -> None:
     """Load every slot of ``model``, after ``require_tensors``."""
-    require_tensors(model, checkpoint, known_names)
+    require_tensors(model, checkpoint, known_names, unserved)
     for slot in model.slots():
         checkpoint.read_into(slot.name, slot.destination)
 

@@ -109,7 +109,14 @@ def run_transfer_bench(
 ) -> list[TransferRun]:
     """Serve every layout in turn and measure it. ``config.kv_sharing`` is replaced, prefix caching turned off."""
     layouts = [
-        config.replace(kv_sharing=sharing, mode=Mode.DISAGGREGATED, prefix_caching=False, local_prefill_threshold=0)
+        config.replace(
+            kv_sharing=sharing,
+            mode=Mode.DISAGGREGATED,
+            prefix_caching=False,
+            local_prefill_threshold=0,
+            # A prompt that waits long for a slow machine is still to be sent, not to be computed on the other side.
+            transfer_timeout=max(config.transfer_timeout, config.request_timeout),
+        )
         for sharing in plan.sharing
     ]
     # One more of each length for warming up.

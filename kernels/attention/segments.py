@@ -1,7 +1,7 @@
 """What an attention kernel is told about one step: which query rows belong to which sequence, and where its keys are.
 
 The model runner makes one tuple of segments per KV cache group and step; a backend turns it into a plan of index
-tensors once, and every layer of the group uses that plan.
+tensors once, and every layer of the group that stores the same uses that plan.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ class Segment:
     """Consecutive query rows of one sequence.
 
     Rows ``[first_row, first_row + rows)`` of the step are the tokens ``[context - rows, context)`` of the sequence; row
-    ``i`` sees every token up to its own. ``blocks`` is the sequence's block table, int64.
+    ``i`` sees every token up to its own, or the last ``window`` and the first ``sinks`` of them. ``blocks`` is the
+    sequence's block table, int64; entries that no row can see are -1.
     """
 
     first_row: int
@@ -34,14 +35,23 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Causal attention over a paged cache, and the writes that feed it."""
 
-    def plan(self, segments: Sequence[Segment], shape: PageShape, device: torch.device) -> AttentionPlan:
-        """Prepare one step. Called once per group and step, not per layer."""
+    def plan(
+        self, segments: Sequence[Segment], shape: PageShape, window: int | None, device: torch.device, *, sinks: int = 0
+    ) -> AttentionPlan:
+        """Prepare one step. Called once per kind of page and step, not per layer.
+
+        With ``window`` a row at position ``p`` sees the tokens ``(p - window, p]`` only, and ``[0, sinks)``.
+        """
         ...
 
     def write(self, cache: torch.Tensor, key_value: torch.Tensor, plan: AttentionPlan) -> None:
-        """Store ``key_value`` ``[rows, 2, kv_heads, head_dim]`` of every row into its slots."""
+        """Store ``key_value`` ``[rows, parts, kv_heads, head_dim]`` of every row into its slots."""
         ...
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
-        """Attend with ``query`` ``[rows, heads, head_dim]``; returns the same shape and dtype."""
+        """Attend with ``query`` ``[rows, heads, head_dim]``.
+
+        Part 0 of the cache is the keys; values are the others side by side, one unless they are wider than keys.
+        Returns ``[rows, heads, (parts - 1) * head_dim]`` of the same dtype.
+        """
         ...

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server on a real socket, for tests of everything that is a client."""
+"""The command line, and a small OpenAI-compatible server on a real socket for tests of everything that is a client."""
 
 import json
 import threading
@@ -10,6 +10,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tests.cluster.command_line import Run, command_line
 
 Body = dict[str, Any]
 
@@ -168,3 +170,9 @@ def fake_server() -> Iterator[FakeServer]:
     server.should_exit = True
     thread.join(20)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def crosskv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; return its exit code, output and errors."""
+    return command_line(monkeypatch, capsys)

@@ -12,55 +12,11 @@ from typing import Any
 import pytest
 
 from cluster import application, demo
-from cluster.cli import main
 from cluster.config import ClusterConfig, flag_of
 from cluster.ports import free_port, require_free_port
+from tests.cluster.command_line import Run, refused
+from tests.releases import QWEN3_8B
 from worker.models.registry import ARCHITECTURES
-
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def crosskv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process; return its exit code, output and errors."""
-    for name in ClusterConfig.model_fields:
-        monkeypatch.delenv(f"CROSSKV_{name.upper()}", raising=False)
-    monkeypatch.delenv("CROSSKV_DEBUG", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["crosskv", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
@@ -69,17 +25,6 @@ def qwen3_8b(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(QWEN3_8B))
     return directory
-
-
-def refused(result: tuple[int, str, str]) -> str:
-    """Check that a command ended as it should for a user's mistake: in one line, without a traceback."""
-    code, out, err = result
-    assert code == 2
-    assert out == ""
-    assert "Traceback" not in err
-    error = err.splitlines()[-1]
-    assert error.startswith("error: ")
-    return error
 
 
 def test_help_comes_at_once_and_names_every_command() -> None:

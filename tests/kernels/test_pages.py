@@ -4,13 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.pages import PageShape, gather_tokens, scatter_tokens, write_slots
+from kernels.pages import PageShape, Slots, gather_tokens, locate, scatter_tokens, write_slots
 
+CPU = torch.device("cpu")
 SENTINEL = -7.0e4
-
-shapes = st.builds(
-    PageShape, kv_heads=st.integers(1, 4), block_size=st.integers(1, 7), head_dim=st.sampled_from([2, 6])
-)
 
 
 def block_table(seed: int, num_blocks: int) -> np.ndarray:
@@ -18,14 +15,40 @@ def block_table(seed: int, num_blocks: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(num_blocks).astype(np.int64)
 
 
-def new_cache(shape: PageShape, num_blocks: int) -> torch.Tensor:
-    return torch.full(shape.cache_shape(num_blocks), SENTINEL)
+@st.composite
+def shapes(draw: st.DrawFn, block_size: st.SearchStrategy[int] = st.integers(1, 7)) -> PageShape:
+    """Pages that may lie further apart than they are large, as in a buffer that others use too."""
+    parts, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    size, head_dim = draw(block_size), draw(st.sampled_from([2, 6]))
+    page = parts * kv_heads * size * head_dim
+    return PageShape(parts, kv_heads, size, head_dim, page + draw(st.sampled_from([0, 0, 1, head_dim, 5 * head_dim])))
 
 
-def values(layers: int, shape: PageShape, tokens: int) -> torch.Tensor:
-    """Different numbers everywhere, ``[layers, 2, kv_heads, tokens, head_dim]``."""
-    size = (layers, 2, shape.kv_heads, tokens, shape.head_dim)
-    return torch.arange(layers * 2 * shape.kv_heads * tokens * shape.head_dim, dtype=torch.float32).reshape(size)
+def new_cache(shape: PageShape, num_blocks: int, before: int = 0) -> torch.Tensor:
+    """A view of memory full of sentinels, ``before`` elements into every page."""
+    memory = torch.full((num_blocks * shape.stride + before,), SENTINEL)
+    return view_of(memory, shape, num_blocks, before)
+
+
+def view_of(memory: torch.Tensor, shape: PageShape, num_blocks: int, before: int) -> torch.Tensor:
+    run = shape.block_size * shape.head_dim
+    return memory.as_strided(
+        (num_blocks, shape.parts, shape.kv_heads, shape.block_size, shape.head_dim),
+        (shape.stride, shape.kv_heads * run, run, shape.head_dim, 1),
+        before,
+    )
+
+
+def memory_of(cache: torch.Tensor) -> torch.Tensor:
+    """Everything that lies under a view, gaps included."""
+    storage = cache.untyped_storage()
+    return torch.empty(0, dtype=cache.dtype).set_(storage)
+
+
+def values(shape: PageShape, tokens: int, first: int = 0) -> torch.Tensor:
+    """Different numbers everywhere, ``[parts, kv_heads, tokens, head_dim]``."""
+    size = (shape.parts, shape.kv_heads, tokens, shape.head_dim)
+    return torch.arange(first, first + np.prod(size), dtype=torch.float32).reshape(size)
 
 
 @st.composite
@@ -34,100 +57,104 @@ def token_ranges(draw: st.DrawFn) -> tuple[int, int]:
     return begin, draw(st.integers(begin + 1, 30))
 
 
-@given(shape=shapes, tokens=token_ranges(), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
-def test_slot_rows_are_the_rows_that_indexing_by_hand_finds(
-    shape: PageShape, tokens: tuple[int, int], seed: int
-) -> None:
+@given(shape=shapes(), before=st.integers(0, 3))
+def test_a_views_shape_is_read_from_the_view(shape: PageShape, before: int) -> None:
+    assert PageShape.of(new_cache(shape, 3, before)) == shape
+
+
+@given(block_size=st.integers(1, 7), tokens=token_ranges(), seed=st.integers(0, 99))
+def test_tokens_are_located_as_by_hand(block_size: int, tokens: tuple[int, int], seed: int) -> None:
     begin, end = tokens
-    blocks = block_table(seed, -(-end // shape.block_size) + 2)
-    # Every head vector of the cache holds its own row number.
-    count = len(blocks) * 2 * shape.kv_heads * shape.block_size
-    numbered = torch.arange(count).reshape(shape.cache_shape(len(blocks))[:-1])
-
-    rows = shape.slot_rows(blocks, begin, end)
-
-    assert rows.dtype == np.int64
-    assert rows.shape == (end - begin, 2, shape.kv_heads)
-    for token in range(begin, end):
-        for part in range(2):
-            for head in range(shape.kv_heads):
-                where = numbered[blocks[token // shape.block_size], part, head, token % shape.block_size]
-                assert rows[token - begin, part, head] == where
+    table = block_table(seed, -(-end // block_size) + 2)
+    blocks, offsets = locate(table, begin, end, block_size)
+    slots = Slots.of_range(table, begin, end, block_size, CPU)
+    assert blocks.dtype == offsets.dtype == np.int64
+    assert slots.blocks.tolist() == blocks.tolist() == [table[token // block_size] for token in range(begin, end)]
+    assert slots.offsets.tolist() == offsets.tolist() == [token % block_size for token in range(begin, end)]
 
 
-@given(shape=shapes, sequences=st.integers(1, 3), each=st.integers(1, 4), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
-def test_run_rows_are_whole_blocks_head_by_head(shape: PageShape, sequences: int, each: int, seed: int) -> None:
+@given(shape=shapes(), sequences=st.integers(1, 3), each=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=60)
+def test_runs_are_whole_blocks_head_by_head(shape: PageShape, sequences: int, each: int, seed: int) -> None:
     num_blocks = sequences * each + 1
     table = block_table(seed, num_blocks)[: sequences * each].reshape(sequences, each)
-    numbered = torch.arange(num_blocks * 2 * shape.kv_heads).reshape(num_blocks, 2, shape.kv_heads)
+    cache = view_of(torch.arange(num_blocks * shape.stride + 3.0), shape, num_blocks, before=seed % 3)
 
-    runs = shape.run_rows(table)
+    starts = shape.run_starts(table)
+    runs = shape.runs(cache)
 
-    assert runs.shape == (2, sequences, shape.kv_heads, each)
-    for part, sequence, head, place in np.ndindex(*runs.shape):
-        assert runs[part, sequence, head, place] == numbered[table[sequence, place], part, head]
+    assert starts.shape == (shape.parts, sequences, shape.kv_heads, each)
+    assert runs.data_ptr() == cache.data_ptr(), "nothing is copied"
+    for part, sequence, head, place in np.ndindex(*starts.shape):
+        expected = cache[table[sequence, place], part, head].flatten()
+        assert runs[starts[part, sequence, head, place]].tolist() == expected.tolist()
 
 
 @given(
-    kv_heads=st.integers(1, 3),
-    sender_block=st.integers(1, 9),
+    sender=shapes(st.integers(1, 9)),
     receiver_block=st.integers(1, 9),
+    gap=st.sampled_from([0, 1, 6]),
     layers=st.integers(1, 3),
     tokens=token_ranges(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_tokens_survive_the_way_between_caches_of_different_block_sizes(
-    kv_heads: int, sender_block: int, receiver_block: int, layers: int, tokens: tuple[int, int], seed: int
+    sender: PageShape, receiver_block: int, gap: int, layers: int, tokens: tuple[int, int], seed: int
 ) -> None:
     begin, end = tokens
-    sender, receiver = PageShape(kv_heads, sender_block, 4), PageShape(kv_heads, receiver_block, 4)
+    page = sender.parts * sender.kv_heads * receiver_block * sender.head_dim
+    receiver = PageShape(sender.parts, sender.kv_heads, receiver_block, sender.head_dim, page + gap)
     # A table may end with the last token's block or hold blocks for tokens to come.
-    sender_table = block_table(seed, -(-end // sender_block) + seed % 2)
+    sender_table = block_table(seed, -(-end // sender.block_size) + seed % 2)
     receiver_table = block_table(seed + 1, -(-end // receiver_block) + seed // 2 % 2)
-    written = values(layers, sender, end)
+    written = [values(sender, end, first=10_000 * layer) for layer in range(layers)]
     sent_from = [new_cache(sender, len(sender_table)) for _ in range(layers)]
-    for layer, cache in enumerate(sent_from):
+    for cache, content in zip(sent_from, written, strict=True):
         for token in range(end):
-            cache[sender_table[token // sender_block], :, :, token % sender_block] = written[layer, :, :, token]
-    received_in = [new_cache(receiver, len(receiver_table)) for _ in range(layers)]
+            cache[sender_table[token // sender.block_size], :, :, token % sender.block_size] = content[:, :, token]
+    received_in = [new_cache(receiver, len(receiver_table), before=2) for _ in range(layers)]
+    # Blocks that hold nothing of the range may have been given back.
+    sender_table[: begin // sender.block_size] = -1
+    receiver_table[: begin // receiver_block] = -1
 
-    payload = gather_tokens(sent_from, sender, sender_table, begin, end)
-    scatter_tokens(received_in, receiver, receiver_table, begin, end, payload)
+    payload = [torch.empty(sender.parts, sender.kv_heads, end - begin, sender.head_dim) for _ in range(layers)]
+    gather_tokens(sent_from, sender_table, begin, end, payload)
+    scatter_tokens(received_in, receiver_table, begin, end, payload)
 
-    assert payload.is_contiguous()
-    torch.testing.assert_close(payload, written[:, :, :, begin:end], rtol=0, atol=0)
-    for layer, cache in enumerate(received_in):
-        expected = new_cache(receiver, len(receiver_table))
+    for part, content in zip(payload, written, strict=True):
+        torch.testing.assert_close(part, content[:, :, begin:end], rtol=0, atol=0)
+    for cache, content in zip(received_in, written, strict=True):
+        expected = new_cache(receiver, len(receiver_table), before=2)
         for token in range(begin, end):
             block, offset = receiver_table[token // receiver_block], token % receiver_block
-            expected[block, :, :, offset] = written[layer, :, :, token]
-        # Slots outside the range keep what they held.
-        torch.testing.assert_close(cache, expected, rtol=0, atol=0)
+            expected[block, :, :, offset] = content[:, :, token]
+        # Slots outside the range, and what lies between pages, keep what they held.
+        torch.testing.assert_close(memory_of(cache), memory_of(expected), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_slots_fills_exactly_the_named_slots(dtype: torch.dtype) -> None:
-    shape = PageShape(kv_heads=2, block_size=3, head_dim=4)
+    shape = PageShape(parts=2, kv_heads=2, block_size=3, head_dim=4, stride=2 * 2 * 3 * 4 + 5)
     blocks = np.array([4, 0, 2], dtype=np.int64)
-    cache = new_cache(shape, 5).to(dtype)
+    memory = torch.full((5 * shape.stride,), SENTINEL, dtype=dtype)
+    cache = view_of(memory, shape, 5, 0)
     # Rows as a model computes them: part of a wider fused projection, hence not contiguous.
     fused = torch.randn(5, 2 * 2 * 4 + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     key_value = fused[:, 3:].view(5, 2, 2, 4)
 
-    write_slots(cache, torch.from_numpy(shape.slot_rows(blocks, 2, 7).reshape(-1)), key_value)
+    write_slots(cache, Slots.of_range(blocks, 2, 7, shape.block_size, CPU), key_value)
 
-    expected = new_cache(shape, 5).to(dtype)
+    whole = torch.full((5 * shape.stride,), SENTINEL, dtype=dtype)
+    expected = view_of(whole, shape, 5, 0)
     for row, token in enumerate(range(2, 7)):
         expected[blocks[token // 3], :, :, token % 3] = key_value[row]
-    torch.testing.assert_close(cache, expected, rtol=0, atol=0)
+    torch.testing.assert_close(memory, whole, rtol=0, atol=0)
 
 
 def test_a_payload_of_the_wrong_shape_changes_nothing() -> None:
-    shape = PageShape(kv_heads=2, block_size=4, head_dim=2)
+    shape = PageShape(parts=2, kv_heads=2, block_size=4, head_dim=2, stride=32)
     cache = new_cache(shape, 2)
-    with pytest.raises(ValueError, match=r"payload has shape .*tokens \[1, 5\)"):
-        scatter_tokens([cache], shape, np.array([1, 0]), 1, 5, values(1, shape, 3))
+    with pytest.raises(ValueError, match=r"values have shape .*tokens \[1, 5\)"):
+        scatter_tokens([cache], np.array([1, 0]), 1, 5, [values(shape, 3)])
     assert (cache == SENTINEL).all()

@@ -14,7 +14,7 @@ seconds = st.floats(0, 1e6).map(lambda value: round(value, 6))
 piece_frames = st.builds(
     PieceFrame,
     epoch=U64,
-    piece=st.builds(Piece, layer_begin=U32, layer_end=U32, token_begin=U32, token_end=U32),
+    piece=st.builds(Piece, section=U32, layer_begin=U32, layer_end=U32, slot_begin=U32, slot_end=U32),
     payload=st.binary(max_size=300).map(memoryview),
 )
 end_frames = st.builds(
@@ -51,7 +51,7 @@ def test_an_end_survives_the_wire(frame: EndFrame) -> None:
 
 
 def test_framing_costs_little() -> None:
-    frame = PieceFrame(2**40, Piece(0, 36, 0, 100_000), memoryview(bytes(1 << 20)))
+    frame = PieceFrame(2**40, Piece(3, 0, 36, 0, 100_000), memoryview(bytes(1 << 20)))
     assert len(encode_frame(frame)) - (1 << 20) < 64
 
 

@@ -11,7 +11,7 @@ END = EndFrame(1, 0, 0, 0, 0.0, 0.0)
 
 
 def piece(token: int, size: int = 10) -> PieceFrame:
-    return PieceFrame(1, Piece(0, 1, token, token + 1), memoryview(bytes([token]) * size))
+    return PieceFrame(1, Piece(0, 0, 1, token, token + 1), memoryview(bytes([token]) * size))
 
 
 def test_frames_leave_in_order_and_an_end_is_the_last() -> None:

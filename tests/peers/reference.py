@@ -4,12 +4,14 @@ Nothing of ours is imported. A sharing layer computes its own keys and values an
 it its target's, which are those after the rotary embedding.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class SharingCache(DynamicCache):
@@ -26,6 +28,29 @@ class SharingCache(DynamicCache):
         if target is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return self.layers[target].keys, self.layers[target].values
+
+
+class Float64RMSNorm(torch.nn.Module):
+    """A Llama's RMSNorm in float64 throughout; transformers' own is computed in float32 whatever the model's dtype."""
+
+    def __init__(self, norm: LlamaRMSNorm) -> None:
+        super().__init__()
+        self.weight: torch.nn.Parameter = norm.weight
+        self.epsilon = norm.variance_epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert hidden.dtype is self.weight.dtype is torch.float64
+        return hidden / (hidden.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.weight
+
+
+def in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a Llama that computes in float64 all but the tables of its rotary embedding, which define the model."""
+    assert model.config._attn_implementation == "sdpa", "transformers' eager attention has its softmax in float32"
+    exact = copy.deepcopy(model).double()
+    for name, module in [*exact.named_modules()]:
+        if isinstance(module, LlamaRMSNorm):
+            exact.set_submodule(name, Float64RMSNorm(module))
+    return exact
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,21 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tests.worker.shadow_pages import ShadowPages
+from tests.worker.kv_cache.plans import full, owners
+from tests.worker.shadow_pages import ShadowPages, lacking_slots, seen
 from worker.config import EngineConfig, Role
+from worker.kv_cache.block_table import NO_BLOCK
+from worker.kv_cache.groups import CachePlan, longest_sequence, plan_cache
 from worker.kv_cache.manager import KVCacheManager
+from worker.kv_cache.specs import EveryToken, LastState
 from worker.sampling_params import SamplingParams
 from worker.scheduler import NO_PREFILL, FinishReason, PrefillCredit, Sampled, Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence, SequenceState
 
 EOS = 3
 ANY_NUMBER = PrefillCredit(reachable=True, streams=1 << 20)
+LONGEST = 64
+"""Tokens of the simulated model: where only a window is kept, memory sets no limit."""
 
 
 def next_token(request_id: str, choice: int, position: int) -> int:
@@ -45,36 +51,50 @@ class Asked:
     choices: int
     answers: dict[int, list[int]] = field(default_factory=dict)
     prompt_rows: set[int] = field(default_factory=set)
+    sent: dict[int, set[int]] = field(default_factory=dict)
     aborted: bool = False
 
 
 class SchedulerSimulation:
-    """One engine. ``settle`` runs it until everything is answered."""
+    """One engine. ``settle`` runs it until everything is answered.
+
+    ``plan`` says what its layers store: every token in blocks of ``block_size``, unless it says otherwise.
+    """
 
     def __init__(
         self,
         role: Role,
         *,
         num_blocks: int,
-        block_size: int,
+        block_size: int = 1,
+        plan: CachePlan | None = None,
         max_batched_tokens: int = 16,
         max_running_requests: int = 8,
         local_prefill_threshold: int = 0,
         prefix_caching: bool = True,
+        checkpoint_blocks: int = 1,
     ) -> None:
+        self.plan = plan if plan is not None else plan_cache(owners(full(block_size)), block_size)
         self.config = EngineConfig(
             model="",
             role=role,
-            block_size=block_size,
+            block_size=self.plan.base_block_size,
             max_batched_tokens=max_batched_tokens,
             max_running_requests=max_running_requests,
             local_prefill_threshold=local_prefill_threshold,
             prefix_caching=prefix_caching,
         )
-        self.cache = KVCacheManager(num_blocks, block_size, prefix_caching=prefix_caching)
-        self.max_model_len = num_blocks * block_size
+        self.cache = KVCacheManager(
+            self.plan,
+            num_blocks,
+            prefix_caching=prefix_caching,
+            max_chunk=max_batched_tokens,
+            checkpoint_blocks=checkpoint_blocks,
+        )
+        self.num_blocks = num_blocks
+        self.max_model_len = longest_sequence(self.plan, num_blocks, LONGEST, max_batched_tokens)
         self.scheduler = Scheduler(self.config, self.cache, self.max_model_len)
-        self.pages = ShadowPages(block_size)
+        self.pages = ShadowPages(self.plan)
         self.requests: dict[RequestId, Asked] = {}
         self.now = 0.0
         self._epoch = 0
@@ -109,12 +129,12 @@ class SchedulerSimulation:
         self.scheduler.finish(self.scheduler.of_request(name))
 
     def complete_transfer(self, sequence: Sequence) -> None:
-        self.pages.write(sequence, sequence.computed, len(sequence.tokens) - 1)
+        self.pages.receive(sequence, lacking_slots(self.plan, sequence))
         self.scheduler.transfer_completed(sequence)
 
     def fail_transfer(self, sequence: Sequence, *, received: int, busy: bool = False) -> None:
-        """End a transfer after some of its tokens have been written."""
-        self.pages.write(sequence, sequence.computed, min(sequence.computed + received, len(sequence.tokens) - 1))
+        """End a transfer after some slots of each group have been written."""
+        self.pages.receive(sequence, [slots[:received] for slots in lacking_slots(self.plan, sequence)])
         if busy:
             self.scheduler.transfer_refused(sequence)
         else:
@@ -131,6 +151,7 @@ class SchedulerSimulation:
         running = [(sequence, sequence.pending) for sequence in self.scheduler.running]
         plan = self.scheduler.schedule(self.now, credit, frozenset(paused))
         self._check_plan(plan, running, credit, paused)
+        self.pages.clear(plan.to_clear)
         for sequence in plan.transfers:
             if sequence.request_id in refuse:
                 self.scheduler.transfer_refused(sequence)
@@ -151,6 +172,7 @@ class SchedulerSimulation:
             if not request.aborted:
                 assert self.expected(name) == request.answers
         assert self.cache.counts().held == 0
+        assert self.cache.pool.available == self.num_blocks, "something is still promised"
 
     def expected(self, name: RequestId) -> dict[int, list[int]]:
         request = self.requests[name]
@@ -174,7 +196,7 @@ class SchedulerSimulation:
         ):
             for sequence in queue:
                 assert sequence.state is state
-                assert (state is SequenceState.WAITING) == (not sequence.blocks)
+                assert (state is SequenceState.WAITING) == (not sequence.tables)
         for sequence in live:
             request = self.requests[sequence.request_id]
             assert not request.aborted
@@ -183,12 +205,15 @@ class SchedulerSimulation:
                 next_token(sequence.request_id, sequence.choice, position)
                 for position in range(len(request.prompt), len(sequence.tokens))
             ], "a token was lost"
-            self.pages.require(sequence, sequence.computed)
+            if sequence.state is SequenceState.RUNNING:
+                self.pages.require(sequence, sequence.computed)
+            elif sequence.state is SequenceState.RECEIVING:
+                self.pages.require_held(sequence)
         self.cache.pool.check()
         assert self.cache.counts().held == len(self._holders())
 
     def _holders(self) -> Counter[int]:
-        return Counter(block for sequence in self.scheduler.live() for block in sequence.blocks)
+        return Counter(b for sequence in self.scheduler.live() for table in sequence.tables for b in table.held())
 
     def _check_plan(
         self,
@@ -220,9 +245,8 @@ class SchedulerSimulation:
             assert sequence.state is SequenceState.RUNNING
             assert row.first == sequence.computed
             assert 1 <= row.rows <= sequence.pending
-            assert len(sequence.blocks) * self.config.block_size >= row.first + row.rows
-            for index in range(row.first, row.first + row.rows):
-                block = sequence.blocks[index // self.config.block_size]
+            for block in self._written(sequence, row.first, row.first + row.rows):
+                assert block != NO_BLOCK
                 assert held[block] == 1, "a block that others use is written to"
             last = row.rows == sequence.pending
             if self.config.role is Role.PREFILL:
@@ -244,10 +268,27 @@ class SchedulerSimulation:
             assert credit.reachable
             assert self.config.role is Role.DECODE
             assert sequence in scheduler.receiving
-            assert len(sequence.tokens) - 1 - sequence.computed > self.config.local_prefill_threshold
-            assert len(sequence.blocks) * self.config.block_size > len(sequence.tokens), "no room for the first token"
+            last = len(sequence.tokens) - 1
+            if all(isinstance(group.retention, EveryToken) for group in self.plan.groups):
+                assert last - sequence.computed > self.config.local_prefill_threshold
+            assert last > self.config.local_prefill_threshold
+            nothing_is_seen = not any(seen(group, last) for group in self.plan.groups)
+            assert nothing_is_seen or any(lacking_slots(self.plan, sequence)), "a transfer of nothing"
+            for group, table in zip(self.plan.groups, sequence.tables, strict=True):
+                if group.block_size:
+                    assert len(table.blocks) * group.block_size > len(sequence.tokens), "no room for the first token"
             assert sequence.epoch > self._epoch
             self._epoch = sequence.epoch
+
+    def _written(self, sequence: Sequence, begin: int, end: int) -> set[int]:
+        """The blocks that computing tokens ``[begin, end)`` writes to."""
+        written = set()
+        for group, table in zip(self.plan.groups, sequence.tables, strict=True):
+            if isinstance(group.retention, LastState):
+                written.add(table.blocks[1])
+            else:
+                written |= {table.blocks[token // group.block_size] for token in range(begin, end)}
+        return written
 
     def _compute(self, plan: StepPlan) -> None:
         for row in plan.rows:
@@ -262,11 +303,28 @@ class SchedulerSimulation:
         for sampled in committed.sampled:
             self._finished(sampled)
         for sequence in {*plan.admitted, *(row.sequence for row in plan.rows)}:
+            if self.config.role is Role.PREFILL and sequence.state is SequenceState.RUNNING:
+                self._send(sequence)
             wants_no_token = self.config.role is Role.PREFILL or not sequence.sampling.max_tokens
             if wants_no_token and sequence.state is SequenceState.RUNNING and not sequence.pending:
                 self.scheduler.finish([sequence])
                 for choice in range(sequence.branches):
                     self.requests[sequence.request_id].answers[choice] = []
+
+    def _send(self, sequence: Sequence) -> None:
+        """What a decode replica that holds nothing needs leaves as soon as it is computed, if it is still there."""
+        sent = self.requests[sequence.request_id].sent
+        prompt = len(sequence.tokens)
+        for index, group in enumerate(self.plan.groups):
+            before = sent.setdefault(index, set())
+            if isinstance(group.retention, LastState):
+                if not sequence.pending:
+                    self.pages.require_state(sequence, index, prompt)
+                continue
+            ready = {token for token in seen(group, prompt) if token < sequence.computed} - before
+            self.pages.require_tokens(sequence, index, sorted(ready))
+            before |= ready
+            assert sequence.pending or before == set(seen(group, prompt))
 
     def _take_prompt_logprobs(self, sequence: Sequence, rows: range) -> None:
         request = self.requests[sequence.request_id]
@@ -287,5 +345,5 @@ class SchedulerSimulation:
             answer[-1] == EOS and len(answer) >= sequence.sampling.min_tokens and not sequence.sampling.ignore_eos
         )
         assert sequence.state is SequenceState.FINISHED
-        assert not sequence.blocks
+        assert not sequence.tables
         self.requests[sequence.request_id].answers[sequence.choice] = answer

@@ -36,9 +36,11 @@ class FrontEnd:
 class Engine:
     """A colocated engine over a scripted model, driven by hand."""
 
-    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **config: Any) -> None:
-        self.runner = ScriptedRunner(num_blocks, block_size)
+    def __init__(
+        self, *, num_blocks: int = 32, block_size: int = 4, prefix_tokens: tuple[int, ...] = (), **config: Any
+    ) -> None:
         settings = EngineConfig(model="", role=Role.COLOCATED, block_size=block_size, **config)
+        self.runner = ScriptedRunner(settings, num_blocks, prefix_tokens=prefix_tokens)
         self.engine = DecodeEngine(settings, self.runner, "colocated-1", None, StagingBudget(1))  # type: ignore[arg-type]
         self.front_end = self.connect("front-end")
         self.now = 0.0
@@ -110,6 +112,22 @@ def test_prompt_logprobs(prompt: list[int], max_tokens: int, choices: int) -> No
     assert reported_prompt_logprobs(engine.front_end, "r") == prompt_logprobs(prompt)
     for choice in range(choices):
         assert engine.front_end.tokens("r", choice) == greedy(prompt, max_tokens)
+
+
+def test_a_models_own_first_tokens_are_computed_and_never_shown() -> None:
+    own, prompt = [31, 30, 29], [9, 8, 7, 6, 5, 4]
+    engine = Engine(max_batched_tokens=6, prefix_tokens=tuple(own))
+    # Of the two full blocks of four that are found again, three tokens are the model's.
+    for name, cached, sampling in (("first", 0, {"prompt_logprobs": 0}), ("again", 5, {})):
+        engine.submit(name, prompt, max_tokens=4, sampling=sampling)
+        engine.run()
+        assert engine.front_end.tokens(name) == greedy([*own, *prompt], 4)
+        (info,) = (output.prompt_info for output in engine.front_end.outputs[name] if output.HasField("prompt_info"))
+        assert info.cached_tokens == cached
+    reported = reported_prompt_logprobs(engine.front_end, "first")
+    assert reported == prompt_logprobs([*own, *prompt])[len(own) :]
+    assert [token for token, _ in reported] == prompt[1:]
+    assert engine.engine.status().counters.prompt_tokens == 2 * len(prompt)
 
 
 def test_prompt_logprobs_of_a_prompt_that_was_preempted_halfway() -> None:

@@ -4,18 +4,34 @@ from dataclasses import dataclass, field
 
 from kernels.pages import IntArray
 from kv_transfer.frame import EndFrame, PieceFrame
-from kv_transfer.layout import CacheLayout, OwnerLayer, Piece
+from kv_transfer.layout import CacheLayout, Lifetime, OwnerLayer, Piece, Section, SlotRange
 from kv_transfer.manifest import Manifest
 from kv_transfer.prefill_peer import PieceArrived, TransferEnded
 from kv_transfer.staging import StagingBudget
 from worker.incoming_transfers import IncomingTransfers
 from worker.kv_cache.block_pool import BlockId
+from worker.kv_cache.block_table import BlockTable
 from worker.prefill_connector import Outcome
 from worker.sampling_params import SamplingParams
 from worker.sequence import Epoch, RequestId, Sequence
 from worker.wire import engine_pb2 as wire
 
-LAYOUT = CacheLayout("model", "float32", (OwnerLayer("a", 1, 4), OwnerLayer("b", 1, 4)), "digest", 0)
+TWO_OWNERS = Section(Lifetime.EVERY_TOKEN, 0, 0, (OwnerLayer("a", 1, 4, 0), OwnerLayer("b", 1, 4, 0)))
+LAYOUT = CacheLayout("model", "float32", (TWO_OWNERS,), "digest", 0)
+
+SINKING = (OwnerLayer("c", 1, 4, 0),)
+HYBRID = CacheLayout(
+    "model",
+    "float32",
+    (
+        TWO_OWNERS,
+        Section(Lifetime.FIRST_TOKENS, 0, 1, SINKING),
+        Section(Lifetime.LAST_TOKENS, 3, 1, SINKING),
+        Section(Lifetime.STATE, 0, 0, (OwnerLayer("d", 0, 12, 0),)),
+    ),
+    "digest",
+    0,
+)
 NAME = RequestId("request")
 NOW = 10.0
 
@@ -25,11 +41,15 @@ class Runner:
     """Notes what is written where."""
 
     layout: CacheLayout = LAYOUT
-    written: list[tuple[Piece, tuple[int, ...]]] = field(default_factory=list)
+    groups: tuple[int, ...] = (0,)
+    written: list[tuple[Piece, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
 
-    def write_piece(self, piece: Piece, blocks: IntArray, payload: memoryview) -> None:
+    def write_piece(self, piece: Piece, tables: Sequences[IntArray], payload: memoryview) -> None:
         assert payload.nbytes == piece.payload_bytes(self.layout)
-        self.written.append((piece, tuple(blocks.tolist())))
+        self.written.append((piece, tuple(tuple(table.tolist()) for table in tables)))
+
+    def group_of_section(self, section: int) -> int:
+        return self.groups[section]
 
 
 @dataclass
@@ -67,11 +87,15 @@ class Connector:
         self.closings.append((opened, outcome))
 
 
+def table(blocks: Sequences[int], lacking_from: int = 0) -> BlockTable:
+    return BlockTable([BlockId(block) for block in blocks], lacking_from=lacking_from)
+
+
 class Receiver:
     """Incoming transfers between scripted neighbours."""
 
-    def __init__(self) -> None:
-        self.runner, self.connector = Runner(), Connector()
+    def __init__(self, runner: Runner | None = None) -> None:
+        self.runner, self.connector = runner or Runner(), Connector()
         self.staging = StagingBudget(1 << 20)
         self.counters = wire.Counters()
         self.transfers = IncomingTransfers(
@@ -81,25 +105,29 @@ class Receiver:
             self.counters,
         )
 
-    def start(self, epoch: int, blocks: Sequences[int], tokens: int = 9, held: int = 2) -> Sequence:
+    def start(self, epoch: int, blocks: Sequences[int]) -> Sequence:
+        """Nine tokens, of which the first two are held."""
+        return self.start_with(epoch, [table(blocks, lacking_from=2)])
+
+    def start_with(self, epoch: int, tables: list[BlockTable]) -> Sequence:
         sequence = Sequence(
             request_id=NAME,
             choice=epoch,
-            tokens=[0] * tokens,
-            prompt_len=tokens,
+            tokens=[0] * 9,
+            prompt_len=9,
             sampling=SamplingParams(),
             salt="",
             arrival=0.0,
             deadline=99.0,
-            computed=held,
-            blocks=[BlockId(block) for block in blocks],
+            computed=2,
+            tables=tables,
             epoch=Epoch(epoch),
         )
         assert self.transfers.start(sequence, NOW) != self.connector.refusing
         return sequence
 
     def piece(self, epoch: int, piece: Piece, *, excess: int = 0, name: str = NAME) -> None:
-        payload = memoryview(bytes(max(0, piece.payload_bytes(LAYOUT) + excess)))
+        payload = memoryview(bytes(max(0, piece.payload_bytes(self.runner.layout) + excess)))
         assert self.staging.reserve(payload.nbytes, threading.Event())
         self.transfers.take(PieceArrived(name, PieceFrame(epoch, piece, payload)))
         assert self.staging.used == 0, "what was taken or dropped is given back"
@@ -114,14 +142,43 @@ class Receiver:
 def test_a_transfer_from_manifest_to_end() -> None:
     receiver = Receiver()
     sequence = receiver.start(1, [5, 3, 8])
-    assert receiver.connector.manifests == [Manifest(NAME, 1, 2, 8, (5, 3, 8), 99.0, LAYOUT)]
-    pieces = [Piece(1, 2, 2, 8), Piece(0, 1, 4, 8), Piece(0, 1, 2, 4)]
+    assert receiver.connector.manifests == [Manifest(NAME, 1, (SlotRange(2, 8),), ((5, 3, 8),), 99.0, LAYOUT)]
+    pieces = [Piece(0, 1, 2, 2, 8), Piece(0, 0, 1, 4, 8), Piece(0, 0, 1, 2, 4)]
     for piece in pieces:
         receiver.piece(1, piece)
-    assert receiver.runner.written == [(piece, (5, 3, 8)) for piece in pieces]
+    assert receiver.runner.written == [(piece, ((5, 3, 8),)) for piece in pieces]
     assert receiver.counters.payload_bytes == 2 * 4 * 6
     assert receiver.end(1) == (sequence, True)
     assert receiver.connector.closings == [(receiver.connector.opened[0], Outcome.COMPLETE)]
+
+
+def test_of_a_hybrid_model_every_section_has_what_its_group_lacks() -> None:
+    runner = Runner(HYBRID, groups=(1, 2, 2, 0))
+    receiver = Receiver(runner)
+    # A state to be received in block 4, tokens held up to the sixth, and a window from the seventh on.
+    tables = [table([-1, 4]), table([1, 2, 3], lacking_from=6), table([7, -1, 9], lacking_from=6)]
+    sequence = receiver.start_with(1, tables)
+    (manifest,) = receiver.connector.manifests
+    # The last of nine tokens sees the sink and the last three, itself included.
+    assert manifest.ranges == (SlotRange(6, 8), SlotRange(0, 1), SlotRange(6, 8), SlotRange(0, 1))
+    assert manifest.tables == ((-1, 4), (1, 2, 3), (7, -1, 9))
+    assert manifest.expected_bytes == 2 * 8 + 4 + 2 * 4 + 12
+    pieces = [Piece(3, 0, 1, 0, 1), Piece(2, 0, 1, 6, 8), Piece(0, 0, 2, 6, 8), Piece(1, 0, 1, 0, 1)]
+    for piece in pieces:
+        assert not receiver.transfers._live[Epoch(1)].ledger.complete
+        receiver.piece(1, piece)
+    assert runner.written == [(piece, ((-1, 4), (1, 2, 3), (7, -1, 9))) for piece in pieces]
+    assert receiver.counters.payload_bytes == manifest.expected_bytes
+    assert receiver.end(1) == (sequence, True)
+
+
+def test_a_transfer_without_its_state_has_failed() -> None:
+    receiver = Receiver(Runner(HYBRID, groups=(1, 2, 2, 0)))
+    sequence = receiver.start_with(1, [table([-1, 4]), table([1, 2, 3]), table([7, -1, 9], lacking_from=6)])
+    for piece in (Piece(0, 0, 2, 0, 8), Piece(1, 0, 1, 0, 1), Piece(2, 0, 1, 6, 8)):
+        receiver.piece(1, piece)
+    assert receiver.end(1) == (sequence, False)
+    assert [outcome for _, outcome in receiver.connector.closings] == [Outcome.FAILED]
 
 
 def test_choices_of_one_request_can_be_received_at_once() -> None:
@@ -129,8 +186,8 @@ def test_choices_of_one_request_can_be_received_at_once() -> None:
     receiver = Receiver()
     first, second = receiver.start(1, [0, 1]), receiver.start(2, [7, 9])
     for epoch in (2, 1):
-        receiver.piece(epoch, Piece(0, 2, 2, 8))
-    assert receiver.runner.written == [(Piece(0, 2, 2, 8), (7, 9)), (Piece(0, 2, 2, 8), (0, 1))]
+        receiver.piece(epoch, Piece(0, 0, 2, 2, 8))
+    assert receiver.runner.written == [(Piece(0, 0, 2, 2, 8), ((7, 9),)), (Piece(0, 0, 2, 2, 8), ((0, 1),))]
     assert receiver.end(1) == (first, True)
     assert receiver.end(2) == (second, True)
     assert len(receiver.connector.closings) == 2
@@ -146,7 +203,7 @@ def test_cancelling_a_request_ends_all_its_transfers() -> None:
     assert all(opened.transfer.cancelled for opened in receiver.connector.opened)
     assert len(receiver.connector.closings) == 2
     for epoch in (1, 2):
-        receiver.piece(epoch, Piece(0, 2, 2, 8))
+        receiver.piece(epoch, Piece(0, 0, 2, 2, 8))
         assert receiver.end(epoch) is None
     assert receiver.runner.written == []
     assert receiver.counters.stale_pieces == 2
@@ -156,8 +213,8 @@ def test_cancelling_a_request_ends_all_its_transfers() -> None:
 def test_pieces_that_no_manifest_covers_are_dropped() -> None:
     receiver = Receiver()
     receiver.start(3, [0])
-    receiver.piece(2, Piece(0, 2, 2, 8))
-    receiver.piece(3, Piece(0, 2, 2, 8), name="another")
+    receiver.piece(2, Piece(0, 0, 2, 2, 8))
+    receiver.piece(3, Piece(0, 0, 2, 2, 8), name="another")
     assert receiver.runner.written == []
     assert receiver.counters.stale_pieces == 2
     assert receiver.counters.payload_bytes == 0
@@ -166,10 +223,10 @@ def test_pieces_that_no_manifest_covers_are_dropped() -> None:
 
 def test_a_piece_that_was_not_asked_for_ends_the_transfer_unwritten() -> None:
     for piece, excess in (
-        (Piece(0, 2, 1, 8), 0),
-        (Piece(0, 2, 2, 9), 0),
-        (Piece(0, 3, 2, 8), 0),
-        (Piece(0, 2, 2, 8), 4),
+        (Piece(0, 0, 2, 1, 8), 0),
+        (Piece(0, 0, 2, 2, 9), 0),
+        (Piece(0, 0, 3, 2, 8), 0),
+        (Piece(0, 0, 2, 2, 8), 4),
     ):
         receiver = Receiver()
         sequence = receiver.start(1, [0])
@@ -183,16 +240,16 @@ def test_a_piece_that_was_not_asked_for_ends_the_transfer_unwritten() -> None:
 def test_a_repeated_piece_is_not_written_again() -> None:
     receiver = Receiver()
     receiver.start(1, [0])
-    receiver.piece(1, Piece(0, 2, 2, 6))
-    receiver.piece(1, Piece(0, 2, 5, 8))
-    assert receiver.runner.written == [(Piece(0, 2, 2, 6), (0,))]
+    receiver.piece(1, Piece(0, 0, 2, 2, 6))
+    receiver.piece(1, Piece(0, 0, 2, 5, 8))
+    assert receiver.runner.written == [(Piece(0, 0, 2, 2, 6), ((0,),))]
     assert receiver.connector.opened[0].transfer.cancelled
 
 
 def test_an_end_before_everything_has_arrived_is_a_failure() -> None:
     receiver = Receiver()
     sequence = receiver.start(1, [0])
-    receiver.piece(1, Piece(0, 1, 2, 8))
+    receiver.piece(1, Piece(0, 0, 1, 2, 8))
     assert receiver.end(1) == (sequence, False)
     assert [outcome for _, outcome in receiver.connector.closings] == [Outcome.FAILED]
 
@@ -208,7 +265,7 @@ def test_a_connector_that_refuses_leaves_nothing_behind() -> None:
     receiver = Receiver()
     receiver.connector.refusing = True
     receiver.start(1, [0])
-    receiver.piece(1, Piece(0, 2, 2, 8))
+    receiver.piece(1, Piece(0, 0, 2, 2, 8))
     assert receiver.counters.stale_pieces == 1
     assert receiver.end(1) is None
     assert receiver.runner.written == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer import prefill_peer
-from kv_transfer.layout import CacheLayout, OwnerLayer
+from kv_transfer.layout import CacheLayout, Lifetime, OwnerLayer, Section, SlotRange
 from kv_transfer.manifest import Manifest
 from kv_transfer.prefill_peer import TransferEnded, TransferEvent
 from kv_transfer.prefill_server import PrefillJob, PrefillServer
@@ -26,7 +26,17 @@ from worker.sampling_params import SamplingParams
 from worker.scheduler import NO_PREFILL, PrefillCredit
 from worker.sequence import Epoch, RequestId, Sequence
 
-LAYOUT = CacheLayout("model", "float32", (OwnerLayer("a", 1, 4),), "digest", 0)
+LAYOUT = CacheLayout(
+    "model",
+    "float32",
+    (
+        Section(Lifetime.EVERY_TOKEN, 0, 0, (OwnerLayer("a", 1, 4, 0),)),
+        Section(Lifetime.STATE, 0, 0, (OwnerLayer("b", 0, 8, 0),)),
+    ),
+    "digest",
+    0,
+)
+LACKING = (SlotRange(2, 9), SlotRange(0, 1))
 SECONDS = 20.0
 STREAMS = 3
 
@@ -81,7 +91,7 @@ class Cluster:
             deadline=1e6,
             epoch=Epoch(epoch),
         )
-        return self.connector.open(sequence, Manifest("request", epoch, 2, 9, (), 1e6, LAYOUT), now)
+        return self.connector.open(sequence, Manifest("request", epoch, LACKING, (), 1e6, LAYOUT), now)
 
     def opened(self, now: float = 0.0) -> OpenTransfer:
         transfer = self.open(now)
@@ -120,8 +130,8 @@ def test_a_call_carries_the_prompt_without_its_last_token(cluster: Cluster) -> N
     cluster.connector.update(cluster.start("p1"))
     cluster.opened()
     job = cluster.jobs.get(timeout=SECONDS)
-    assert (job.request_id, job.epoch, job.token_ids, job.held, job.cache_salt) == (
-        "request", 1, tuple(range(9)), 2, "salt",
+    assert (job.request_id, job.epoch, job.token_ids, job.lacking, job.cache_salt) == (
+        "request", 1, tuple(range(9)), LACKING, "salt",
     )  # fmt: skip
     assert job.timeout == SECONDS  # the shorter of the transfer's own and the request's
 

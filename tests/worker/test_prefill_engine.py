@@ -7,9 +7,9 @@ import pytest
 
 from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
-from kv_transfer.plan import lower_bound
+from kv_transfer.plan import lacking, lower_bound
 from kv_transfer.prefill_server import PrefillJob
-from tests.worker.scripted_runner import LAYOUT, VOCAB_SIZE, ScriptedRunner
+from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, hybrid_layers, uniform_layers
 from worker.config import EngineConfig, Role
 from worker.prefill_engine import PrefillEngine
 
@@ -43,17 +43,28 @@ class Stream(OutgoingStream):
 class Engine:
     """A prefill engine over a scripted model, driven by hand."""
 
-    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **config: Any) -> None:
-        self.runner = ScriptedRunner(num_blocks, block_size)
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 32,
+        block_size: int = 4,
+        hybrid: bool = False,
+        prefix_tokens: tuple[int, ...] = (),
+        **config: Any,
+    ) -> None:
         settings = {"max_batched_tokens": 16, "max_piece_bytes": 60, "block_size": block_size, **config}
         self.config = EngineConfig(model="", role=Role.PREFILL, **settings)
+        layers = hybrid_layers(block_size) if hybrid else uniform_layers(block_size)
+        self.runner = ScriptedRunner(self.config, num_blocks, layers=layers, prefix_tokens=prefix_tokens)
         self.engine = PrefillEngine(self.config, self.runner, "prefill-1", lambda: 0)  # type: ignore[arg-type]
         self.now = 0.0
         self.jobs: list[tuple[PrefillJob, Stream]] = []
 
     def ask(self, tokens: list[int], held: int = 0, *, salt: str = "") -> Stream:
+        """A prompt of one token more than ``tokens``, of which the receiver has the slots before ``held``."""
         stream = Stream()
-        job = PrefillJob("r", len(self.jobs) + 1, tuple(tokens), held, salt, 60.0, stream)
+        wanted = lacking(self.runner.layout, len(tokens) + 1, [held] * len(self.runner.layout.sections))
+        job = PrefillJob("r", len(self.jobs) + 1, tuple(tokens), wanted, salt, 60.0, stream)
         self.jobs.append((job, stream))
         self.engine.handle(job, self.now)
         return stream
@@ -72,23 +83,27 @@ class Engine:
 
     def require_complete(self) -> None:
         """Every job was sent exactly what its receiver lacks, in order, and no byte more."""
+        layout = self.runner.layout
         for job, stream in self.jobs:
-            lacking = set(product(range(2), range(job.held, len(job.token_ids))))
-            sent: set[tuple[int, int]] = set()
+            missing = {
+                slot
+                for index, (section, slots) in enumerate(zip(layout.sections, job.lacking, strict=True))
+                for slot in product([index], range(len(section.owners)), range(slots.begin, slots.end))
+            }
+            sent: set[tuple[int, int, int]] = set()
             size = 0
             for frame in stream.pieces:
                 piece = frame.piece
                 assert frame.epoch == job.epoch
-                assert frame.payload.nbytes == piece.payload_bytes(LAYOUT)
-                slots = set(
-                    product(range(piece.layer_begin, piece.layer_end), range(piece.token_begin, piece.token_end))
-                )
+                assert frame.payload.nbytes == piece.payload_bytes(layout)
+                layers = range(piece.layer_begin, piece.layer_end)
+                slots = set(product([piece.section], layers, range(piece.slot_begin, piece.slot_end)))
                 assert not slots & sent
-                assert slots <= lacking
+                assert slots <= missing
                 sent |= slots
                 size += frame.payload.nbytes
-            assert sent == lacking
-            assert size == lower_bound(LAYOUT, len(job.token_ids) + 1, job.held)
+            assert sent == missing
+            assert size == lower_bound(layout, job.lacking)
             assert stream.end is not None
             assert (stream.end.epoch, stream.end.payload_bytes, stream.end.pieces) == (
                 job.epoch,
@@ -104,7 +119,7 @@ def test_a_prompt_is_sent_chunk_by_chunk_as_it_is_computed() -> None:
     reached = []
     while stream.end is None:
         engine.step()
-        reached.append([(frame.piece.token_begin, frame.piece.token_end) for frame in stream.pieces])
+        reached.append([(frame.piece.slot_begin, frame.piece.slot_end) for frame in stream.pieces])
     assert reached == [[(3, 4)], [(3, 4), (4, 8)], [(3, 4), (4, 8), (8, 10)]]
     engine.run()
     engine.require_complete()
@@ -122,10 +137,38 @@ def test_a_cached_prompt_is_sent_without_being_computed() -> None:
     engine.require_complete()
 
 
+def test_a_window_is_sent_from_where_it_begins_and_a_state_once_at_the_end() -> None:
+    engine = Engine(hybrid=True, max_batched_tokens=4, max_piece_bytes=1000, num_blocks=64)
+    stream = engine.ask(list(range(10)))
+    steps = []
+    while stream.end is None:
+        before = len(stream.pieces)
+        engine.step()
+        pieces = [frame.piece for frame in stream.pieces[before:]]
+        steps.append([(piece.section, piece.slot_begin, piece.slot_end) for piece in pieces])
+    # The last of 11 tokens sees, of the ten before, all, the last four, the first two with the last two; and a state.
+    every, last_four, first_two, last_two, state = range(5)
+    assert steps == [
+        [(every, 0, 4), (first_two, 0, 2)],
+        [(every, 4, 8), (last_four, 6, 8)],
+        [(every, 8, 10), (last_four, 8, 10), (last_two, 8, 10), (state, 0, 1)],
+    ]
+    engine.run()
+    engine.require_complete()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_payload_is_the_lower_bound_whatever_is_cached_held_or_batched(seed: int) -> None:
+def test_payload_is_the_lower_bound_whatever_is_cached_held_or_batched(seed: int, hybrid: bool) -> None:
     numbers = random.Random(seed)
-    engine = Engine(num_blocks=14, block_size=3, max_batched_tokens=numbers.randint(1, 20), max_running_requests=4)
+    engine = Engine(
+        num_blocks=90 if hybrid else 14,
+        block_size=3,
+        max_batched_tokens=numbers.randint(1, 20),
+        max_running_requests=4,
+        state_checkpoint_blocks=1,
+        hybrid=hybrid,
+    )
     for _ in range(30):
         tokens = [numbers.randint(0, 1) for _ in range(numbers.randint(1, 20))]
         engine.ask(tokens, numbers.randrange(len(tokens)), salt=numbers.choice(["", "tenant"]))
@@ -134,7 +177,7 @@ def test_payload_is_the_lower_bound_whatever_is_cached_held_or_batched(seed: int
     engine.run()
     engine.require_complete()
     counters = engine.engine.status().counters
-    assert counters.payload_bytes == sum(lower_bound(LAYOUT, len(j.token_ids) + 1, j.held) for j, _ in engine.jobs)
+    assert counters.payload_bytes == sum(lower_bound(engine.runner.layout, job.lacking) for job, _ in engine.jobs)
     assert counters.prefix_hits > 0
 
 
@@ -159,7 +202,7 @@ def test_a_receiver_that_does_not_take_does_not_hold_up_others() -> None:
     assert other.end is not None
     assert slow.end is None
     # One chunk may have been under way when the limit was passed.
-    assert slow.queued_bytes <= 90 + 4 * LAYOUT.bytes_per_token
+    assert slow.queued_bytes <= 90 + 4 * (4 + 8)
     slow.slow = False
     engine.run()
     engine.require_complete()
@@ -185,6 +228,17 @@ def test_a_prompt_that_cannot_be_computed_is_refused(tokens: list[int]) -> None:
     assert stream.failure is not None
     assert stream.failure.code is grpc.StatusCode.INVALID_ARGUMENT
     assert engine.engine.idle
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], [31, 2, 3], [2, 31, 30]])
+def test_a_prompt_without_the_models_own_first_tokens_is_refused(tokens: list[int]) -> None:
+    engine = Engine(prefix_tokens=(31, 30))
+    stream = engine.ask(tokens)
+    assert stream.failure is not None
+    assert stream.failure.code is grpc.StatusCode.INVALID_ARGUMENT
+    good = engine.ask([31, 30, *tokens])
+    engine.run()
+    assert good.end is not None
 
 
 def test_a_full_queue_is_busy_and_a_stop_is_told() -> None:

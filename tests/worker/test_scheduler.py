@@ -1,12 +1,17 @@
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.worker.kv_cache.plans import full, owners, small_plans, state, window
 from tests.worker.scheduler_simulation import ANY_NUMBER, EOS, SchedulerSimulation, next_token
+from tests.worker.shadow_pages import lacking_slots
 from worker.config import Role
+from worker.kv_cache.block_table import NO_BLOCK
+from worker.kv_cache.groups import plan_cache
+from worker.kv_cache.specs import KVCacheSpec
 from worker.sampling_params import SamplingParams
 from worker.scheduler import MAX_TRANSFER_ATTEMPTS, NO_PREFILL, PrefillCredit
 from worker.sequence import RequestId, SequenceState
@@ -23,14 +28,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         seats = data.draw(st.integers(1, 5), "seats")
+        budget = data.draw(st.integers(1, 9), "token budget")
+        plan = data.draw(small_plans())
+        # Room for three tokens, and for a checkpoint beside every state.
+        least = plan.blocks_held(3, budget) + len(plan.groups)
         self.engine = SchedulerSimulation(
             self.role,
-            num_blocks=data.draw(st.integers(3, 10), "blocks"),
-            block_size=data.draw(st.integers(1, 3), "block size"),
-            max_batched_tokens=data.draw(st.integers(1, 9), "token budget"),
+            plan=plan,
+            num_blocks=least + data.draw(st.integers(0, 8), "blocks"),
+            max_batched_tokens=budget,
             max_running_requests=seats,
             local_prefill_threshold=data.draw(st.sampled_from([0, 0, 2]), "threshold"),
             prefix_caching=data.draw(st.booleans(), "prefix caching"),
+            checkpoint_blocks=data.draw(st.integers(1, 2), "checkpoint blocks"),
         )
         self.seats = seats
 
@@ -283,3 +293,67 @@ def test_the_queue_says_when_it_is_full() -> None:
     for _ in range(engine.config.max_waiting_requests):
         engine.ask([1])
     assert engine.scheduler.full
+
+
+# Models whose layers keep different things
+
+
+def hybrid(*kinds: KVCacheSpec, **settings: Any) -> SchedulerSimulation:
+    return SchedulerSimulation(plan=plan_cache(owners(*kinds), 2), **settings)
+
+
+def test_a_prompt_may_be_longer_than_the_memory_of_its_windows() -> None:
+    engine = hybrid(window(2, 4), role=Role.COLOCATED, num_blocks=5, max_batched_tokens=4)
+    name = engine.ask([1] * 40, SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.settle()
+    assert len(engine.requests[name].answers[0]) == 9
+    assert engine.scheduler.preemptions == 0
+
+
+def test_no_layer_of_a_step_misses_what_the_next_step_no_longer_sees() -> None:
+    engine = hybrid(full(2), window(2, 4), role=Role.COLOCATED, num_blocks=32, max_batched_tokens=6)
+    engine.ask([1] * 16, ENDLESS)
+    engine.step()
+    plan = engine.scheduler.schedule(engine.now)
+    (row,) = plan.rows
+    assert (row.first, row.rows) == (6, 6)
+    # The first of these rows, at 6, sees 3 to 5 whenever in the step a layer looks.
+    _, sliding = row.sequence.tables
+    assert NO_BLOCK not in sliding.blocks[3 // 2 :]
+    engine.pages.write(row.sequence, row.first, row.first + row.rows)
+    engine.scheduler.commit(plan, [], engine.now)
+    # The row at 12 sees 9 to 11.
+    assert [block == NO_BLOCK for block in sliding.blocks] == [True] * 4 + [False] * 2
+
+
+def test_steps_end_where_a_state_is_kept() -> None:
+    engine = hybrid(full(2), state(1), role=Role.COLOCATED, num_blocks=32, checkpoint_blocks=3)
+    engine.ask([1] * 15, ENDLESS)
+    assert [engine.step().rows[0].rows for _ in range(3)] == [6, 6, 3]
+    engine.ask([1] * 15)
+    (_, again) = engine.step().rows
+    assert again.first == again.sequence.cached_tokens == 12
+
+
+def test_without_a_prefix_cache_no_state_is_kept() -> None:
+    engine = hybrid(full(2), state(1), role=Role.COLOCATED, num_blocks=32, prefix_caching=False)
+    engine.ask([1] * 15, ENDLESS)
+    assert engine.step().rows[0].rows == 15
+    assert engine.cache.counts().cached == 0
+
+
+def test_a_state_is_received_even_if_every_token_is_held() -> None:
+    engine = hybrid(full(2), state(1), role=Role.DECODE, num_blocks=32, checkpoint_blocks=4)
+    engine.ask([1] * 5, SamplingParams(max_tokens=1))
+    engine.settle()
+    engine.ask([1] * 5, SamplingParams(max_tokens=1))
+    (sequence,) = engine.step(ANY_NUMBER).transfers
+    assert lacking_slots(engine.plan, sequence) == [[], [0]]
+    assert sequence.cached_tokens == 4
+    engine.settle()
+
+
+def test_choices_go_on_from_one_state() -> None:
+    engine = hybrid(full(2), window(2, 3), state(1), role=Role.COLOCATED, num_blocks=32)
+    engine.ask([1] * 5, SamplingParams(max_tokens=6, ignore_eos=True), choices=3)
+    engine.settle()

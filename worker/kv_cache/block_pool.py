@@ -35,18 +35,29 @@ class BlockPool:
         self._queue: OrderedDict[BlockId, None] = OrderedDict((BlockId(i), None) for i in range(num_blocks))
         # How many of the queue can be found by hash: load reports want it after every step.
         self._cached = 0
+        self._reserved = 0
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken now: free and cached ones."""
-        return len(self._queue)
+        """Blocks that can be taken now: free and cached ones that are promised to nobody."""
+        return len(self._queue) - self._reserved
+
+    def reserve(self, count: int) -> None:
+        """Promise ``count`` blocks to somebody who takes them later."""
+        assert count <= self.available, f"{count} blocks reserved, {self.available} available"
+        self._reserved += count
+
+    def unreserve(self, count: int) -> None:
+        """Take a promise back, or keep it by taking blocks next."""
+        self._reserved -= count
+        assert self._reserved >= 0, f"{-self._reserved} blocks given back that were not reserved"
 
     def take(self, count: int) -> list[BlockId]:
         """Take ``count`` blocks, evicting the least recently used cached ones if need be.
 
         The caller checks ``available`` first: all or nothing is its decision.
         """
-        assert count <= len(self._queue), f"{count} blocks taken, {len(self._queue)} available"
+        assert count <= self.available, f"{count} blocks taken, {self.available} available"
         taken = []
         for _ in range(count):
             block, _ = self._queue.popitem(last=False)
@@ -108,6 +119,7 @@ class BlockPool:
         assert counts.held == sum(1 for references in self._references if references > 0), counts
         assert all(self._references[block] == 0 for block in self._queue)
         assert len(self._queue) == sum(1 for references in self._references if references == 0)
+        assert 0 <= self._reserved <= len(self._queue), f"{self._reserved} reserved of {len(self._queue)}"
         assert {block: block_hash for block_hash, block in self._by_hash.items()} == self._hash_of
 
     def _forget(self, block: BlockId) -> None:

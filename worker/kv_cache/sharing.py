@@ -133,20 +133,39 @@ def _explicit(source: str, text: str) -> ExplicitMap:
 
 
 class SharableLayer(Protocol):
-    """What validation needs to know of an attention layer."""
+    """What validation needs to know of an attention layer. ``attention_type`` says full, a window, or latent."""
 
-    name: LayerName
-    attention_type: str
-    kv_heads: int
-    head_dim: int
-    kv_sharing_target_layer_name: LayerName | None
+    @property
+    def name(self) -> LayerName:
+        """Fully qualified name."""
+        ...
+
+    @property
+    def attention_type(self) -> str:
+        """What it attends to, window included."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads; 1 for a latent."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head, or of the latent."""
+        ...
+
+    @property
+    def kv_sharing_target_layer_name(self) -> LayerName | None:
+        """The layer whose cache it uses, or None."""
+        ...
 
 
 def validate_targets(layers: Iterable[SharableLayer]) -> None:
     """Check every sharing layer against its target; ``layers`` are in the order in which they run.
 
-    A target must be an attention layer of the model, of the same attention type, come earlier, own its cache, and have
-    the same KV heads and head size. Raises ``SharingError`` that names both layers.
+    A target must be an attention layer of the model, of the same attention type and window, come earlier, own its
+    cache, and have the same KV heads and head size. Raises ``SharingError`` that names both layers.
     """
     ordered = list(layers)
     by_name = {layer.name: layer for layer in ordered}

@@ -1,4 +1,4 @@
-"""RMSNorm with a learned scale."""
+"""RMSNorm, with a learned scale or without one."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,12 @@ from worker.layers.weights import Slot, WeightFormat
 
 
 class RMSNorm:
-    """Normalises the last dimension, ``size`` wide."""
+    """Normalises the last dimension, ``size`` wide, and scales it by ``offset + weight``."""
 
-    def __init__(self, size: int, epsilon: float, weight_format: WeightFormat) -> None:
+    def __init__(self, size: int, epsilon: float, weight_format: WeightFormat, *, offset: float = 0.0) -> None:
         self.weight = weight_format.empty(size)
         self._epsilon = epsilon
+        self._offset = offset
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes."""
@@ -21,4 +22,15 @@ class RMSNorm:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Same shape and dtype as ``hidden``."""
-        return rms_norm(hidden, self.weight, self._epsilon)
+        return rms_norm(hidden, self.weight, self._epsilon, offset=self._offset)
+
+
+class UnscaledRMSNorm:
+    """Normalises the last dimension and leaves it at that."""
+
+    def __init__(self, epsilon: float) -> None:
+        self._epsilon = epsilon
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Same shape and dtype as ``hidden``."""
+        return rms_norm(hidden, None, self._epsilon)

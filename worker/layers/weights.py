@@ -27,3 +27,7 @@ class WeightFormat:
     def empty(self, *shape: int) -> torch.Tensor:
         """A weight to be loaded."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def rounded(self, value: float) -> float:
+        """The number that a weight of this format would hold."""
+        return torch.tensor(value, dtype=self.dtype).item()

@@ -1,6 +1,6 @@
-"""The plain decoder: RMSNorm, grouped-query attention with rotary positions, gated MLP, one residual stream.
+"""The plain decoder: RMSNorm, grouped-query attention with rotary positions, feed-forward, one residual stream.
 
-Llama, Mistral, Qwen2 and Qwen3 are this class; their files say only how they differ.
+Llama, Mistral, Qwen2, Qwen3 and what else has this skeleton are subclasses; their files say only how they differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +10,23 @@ from typing import Self
 import torch
 from transformers import PretrainedConfig
 
-from kernels.pages import PARTS
-from kernels.pointwise import silu_and_multiply
-from worker.kv_cache.sharing import validate_targets
+from kernels.pages import KEY_VALUE
+from worker.kv_cache.sharing import Targets, validate_targets
 from worker.kv_cache.specs import LayerName
 from worker.layers.attention import Attention
 from worker.layers.embedding import Embedding, LogitsHead
+from worker.layers.gated_mlp import FeedForward, GatedMLP
 from worker.layers.linear import Linear
 from worker.layers.rms_norm import RMSNorm
 from worker.layers.rotary import RotaryTable, Rotation
 from worker.layers.weights import Slot
+from worker.models.config_checks import SLIDING
 from worker.models.model import ModelContext, RowSet, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Sizes and switches of a plain decoder."""
+    """Sizes and switches of a plain decoder. ``windows`` has one entry per layer, None for full attention."""
 
     vocab_size: int
     hidden_size: int
@@ -36,13 +37,14 @@ class DecoderShape:
     head_dim: int
     norm_epsilon: float
     tied_embeddings: bool
+    windows: tuple[int | None, ...]
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
 
     @classmethod
-    def of(cls, config: PretrainedConfig, *, head_dim: int, **switches: bool) -> Self:
+    def of(cls, config: PretrainedConfig, **switches: bool) -> Self:
         """The sizes that every plain decoder's configuration has, and what an architecture adds to them."""
         return cls(
             vocab_size=config.vocab_size,
@@ -51,71 +53,12 @@ class DecoderShape:
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            head_dim=_head_dim(config),
             norm_epsilon=config.rms_norm_eps,
             tied_embeddings=config.tie_word_embeddings,
+            windows=_windows(config),
             **switches,
         )
-
-
-class DecoderLayer:
-    """One layer, in two halves: ``project`` needs every row, ``finish`` only those that go on."""
-
-    def __init__(self, index: int, shape: DecoderShape, attention: Attention, context: ModelContext) -> None:
-        weights = context.weights
-        self.prefix = f"model.layers.{index}"
-        self.attention = attention
-        self._heads = shape.heads
-        self._kv_heads = shape.kv_heads if attention.owns_cache else 0
-        self._head_dim = shape.head_dim
-        widths = {"q_proj": shape.heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
-        parts = {name: heads * shape.head_dim for name, heads in widths.items() if heads}
-        self.input_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
-        self.qkv = Linear(parts, shape.hidden_size, weights, bias=shape.qkv_bias)
-        self.query_norm = RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm else None
-        self.key_norm = (
-            RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm and attention.owns_cache else None
-        )
-        self.output = Linear(
-            {"o_proj": shape.hidden_size}, shape.heads * shape.head_dim, weights, bias=shape.output_bias
-        )
-        self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
-        gate_up = {"gate_proj": shape.intermediate_size, "up_proj": shape.intermediate_size}
-        self.gate_up = Linear(gate_up, shape.hidden_size, weights, bias=shape.mlp_bias)
-        self.down = Linear({"down_proj": shape.hidden_size}, shape.intermediate_size, weights, bias=shape.mlp_bias)
-
-    def slots(self) -> Iterator[Slot]:
-        """Weights by checkpoint name."""
-        yield from self.input_norm.slots(f"{self.prefix}.input_layernorm")
-        yield from self.qkv.slots(f"{self.prefix}.self_attn")
-        if self.query_norm is not None:
-            yield from self.query_norm.slots(f"{self.prefix}.self_attn.q_norm")
-        if self.key_norm is not None:
-            yield from self.key_norm.slots(f"{self.prefix}.self_attn.k_norm")
-        yield from self.output.slots(f"{self.prefix}.self_attn")
-        yield from self.mlp_norm.slots(f"{self.prefix}.post_attention_layernorm")
-        yield from self.gate_up.slots(f"{self.prefix}.mlp")
-        yield from self.down.slots(f"{self.prefix}.mlp")
-
-    def project(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> torch.Tensor:
-        """Write keys and values of every row; return the rotated queries ``[rows, heads, head_dim]``."""
-        states = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self._head_dim)
-        keys_end = self._heads + self._kv_heads
-        if self.query_norm is not None:
-            states[:, : self._heads] = self.query_norm(states[:, : self._heads])
-        if self.key_norm is not None:
-            states[:, self._heads : keys_end] = self.key_norm(states[:, self._heads : keys_end])
-        rotation.apply(states[:, :keys_end])
-        if self.attention.owns_cache:
-            key_value = states[:, self._heads :].view(len(hidden), PARTS, self._kv_heads, self._head_dim)
-            self.attention.write(key_value, rows.plans[self.attention.name])
-        return states[:, : self._heads]
-
-    def finish(self, query: torch.Tensor, hidden: torch.Tensor, rows: RowSet) -> torch.Tensor:
-        """Attention output and MLP, added to the residual stream ``hidden``."""
-        attended = self.attention.attend(query, rows.plans[self.attention.name])
-        hidden = self.output(attended.view(len(hidden), -1)).add_(hidden)
-        return self.down(silu_and_multiply(self.gate_up(self.mlp_norm(hidden)))).add_(hidden)
 
 
 class LastOwnerKeys:
@@ -141,41 +84,116 @@ class LastOwnerKeys:
 
     def write(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> None:
         """Write keys and values of every row."""
-        states = self.key_value(self.input_norm(hidden)).view(len(hidden), PARTS, self._kv_heads, self._head_dim)
-        if self.key_norm is not None:
-            states[:, 0] = self.key_norm(states[:, 0])
-        rotation.apply(states[:, 0])
+        states = self.key_value(self.input_norm(hidden)).view(len(hidden), KEY_VALUE, self._kv_heads, self._head_dim)
+        self.rotate(states[:, 0], rotation)
         self.attention.write(states, rows.plans[self.attention.name])
+
+    def rotate(self, key: torch.Tensor, rotation: Rotation) -> None:
+        """Normalise and rotate keys, ``[rows, kv_heads, head_dim]``, in place."""
+        if self.key_norm is not None:
+            key[:] = self.key_norm(key)
+        rotation.apply(key)
+
+
+class DecoderLayer:
+    """One layer, in two halves: ``project`` needs every row, ``finish`` only those that go on.
+
+    ``keys_class`` is what remains of such a layer in a headless model when it is the last owner.
+    """
+
+    keys_class: type[LastOwnerKeys] = LastOwnerKeys
+
+    def __init__(
+        self, index: int, shape: DecoderShape, attention: Attention, feed_forward: FeedForward, context: ModelContext
+    ) -> None:
+        weights = context.weights
+        self.prefix = f"model.layers.{index}"
+        self.attention = attention
+        self._heads = shape.heads
+        self._kv_heads = shape.kv_heads if attention.owns_cache else 0
+        self._head_dim = shape.head_dim
+        widths = {"q_proj": shape.heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
+        parts = {name: heads * shape.head_dim for name, heads in widths.items() if heads}
+        self.input_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
+        self.qkv = Linear(parts, shape.hidden_size, weights, bias=shape.qkv_bias)
+        self.query_norm = RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm else None
+        self.key_norm = (
+            RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm and attention.owns_cache else None
+        )
+        self.output = Linear(
+            {"o_proj": shape.hidden_size}, shape.heads * shape.head_dim, weights, bias=shape.output_bias
+        )
+        self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
+        self.feed_forward = feed_forward
+
+    def slots(self) -> Iterator[Slot]:
+        """Weights by checkpoint name."""
+        yield from self.input_norm.slots(f"{self.prefix}.input_layernorm")
+        yield from self.qkv.slots(f"{self.prefix}.self_attn")
+        if self.query_norm is not None:
+            yield from self.query_norm.slots(f"{self.prefix}.self_attn.q_norm")
+        if self.key_norm is not None:
+            yield from self.key_norm.slots(f"{self.prefix}.self_attn.k_norm")
+        yield from self.output.slots(f"{self.prefix}.self_attn")
+        yield from self.mlp_norm.slots(f"{self.prefix}.post_attention_layernorm")
+        yield from self.feed_forward.slots(f"{self.prefix}.mlp")
+
+    def project(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> torch.Tensor:
+        """Write keys and values of every row; return the rotated queries ``[rows, heads, head_dim]``."""
+        states = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self._head_dim)
+        self.rotate(states[:, : self._heads + self._kv_heads], rotation)
+        if self.attention.owns_cache:
+            key_value = states[:, self._heads :].view(len(hidden), KEY_VALUE, self._kv_heads, self._head_dim)
+            self.attention.write(key_value, rows.plans[self.attention.name])
+        return states[:, : self._heads]
+
+    def rotate(self, query_key: torch.Tensor, rotation: Rotation) -> None:
+        """Normalise and rotate queries and then keys, ``[rows, heads + kv_heads, head_dim]``, in place."""
+        if self.query_norm is not None:
+            query_key[:, : self._heads] = self.query_norm(query_key[:, : self._heads])
+        if self.key_norm is not None:
+            query_key[:, self._heads :] = self.key_norm(query_key[:, self._heads :])
+        rotation.apply(query_key)
+
+    def finish(self, query: torch.Tensor, hidden: torch.Tensor, rows: RowSet) -> torch.Tensor:
+        """Attention output and feed-forward, added to the residual stream ``hidden``."""
+        attended = self.attention.attend(query, rows.plans[self.attention.name])
+        hidden = self.output(attended.view(len(hidden), -1)).add_(hidden)
+        return self.feed_forward(self.mlp_norm(hidden)).add_(hidden)
 
 
 class Decoder:
-    """See the module. Subclasses implement ``shape_of``."""
+    """See the module. Subclasses implement ``shape_of`` and override what else differs."""
 
     def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
         shape = self.shape_of(config)
         names = [LayerName(f"model.layers.{index}.self_attn.attn") for index in range(shape.layers)]
-        targets = context.sharing.resolve(names, declared={})
+        targets = self.sharing_targets(config, names, context)
         self.vocab_size = shape.vocab_size
         self.hidden_size = shape.hidden_size
-        self.attention_layers: Sequence[Attention] = [_attention(name, shape, context, targets) for name in names]
-        validate_targets(self.attention_layers)
-        last_owner = max(i for i, attention in enumerate(self.attention_layers) if attention.owns_cache)
-        self.rotary = RotaryTable(
+        attentions = [
+            _attention(name, window, shape, context, targets) for name, window in zip(names, shape.windows, strict=True)
+        ]
+        validate_targets(attentions)
+        self.cached_layers: Sequence[Attention] = attentions
+        last_owner = max(i for i, attention in enumerate(attentions) if attention.owns_cache)
+        self._rotary = RotaryTable(
             config, shape.head_dim, context.max_model_len, context.weights.dtype, context.weights.device
         )
         self.embedding = Embedding(shape.vocab_size, shape.hidden_size, context.weights)
-        self.before_last_owner = [
-            DecoderLayer(index, shape, self.attention_layers[index], context) for index in range(last_owner)
-        ]
+
+        layers = self.layer_class(config)
+
+        def layer(index: int) -> DecoderLayer:
+            return layers(index, shape, attentions[index], self.feed_forward(config, index, context), context)
+
+        self.before_last_owner = [layer(index) for index in range(last_owner)]
         self.keys_only: LastOwnerKeys | None = None
         self.from_last_owner: list[DecoderLayer] = []
         if context.headless:
-            self.keys_only = LastOwnerKeys(last_owner, shape, self.attention_layers[last_owner], context)
+            self.keys_only = layers.keys_class(last_owner, shape, attentions[last_owner], context)
             return
-        self.from_last_owner = [
-            DecoderLayer(index, shape, self.attention_layers[index], context)
-            for index in range(last_owner, shape.layers)
-        ]
+        self.from_last_owner = [layer(index) for index in range(last_owner, shape.layers)]
         self.norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, context.weights)
         self.head = LogitsHead(self.embedding, context.weights, tied=shape.tied_embeddings)
 
@@ -183,6 +201,27 @@ class Decoder:
     def shape_of(config: PretrainedConfig) -> DecoderShape:
         """Read the sizes from a checkpoint's configuration; raise ``ValueError`` for what cannot be honoured."""
         raise NotImplementedError
+
+    @staticmethod
+    def layer_class(config: PretrainedConfig) -> type[DecoderLayer]:
+        """What layers are made of: the plain one, unless a subclass says otherwise."""
+        del config
+        return DecoderLayer
+
+    def feed_forward(self, config: PretrainedConfig, index: int, context: ModelContext) -> FeedForward:
+        """The feed-forward half of layer ``index``: a gated MLP, unless a subclass says otherwise."""
+        del index
+        shape = self.shape_of(config)
+        return GatedMLP(shape.hidden_size, shape.intermediate_size, context.weights, bias=shape.mlp_bias)
+
+    def declared_sharing(self, config: PretrainedConfig, names: Sequence[LayerName]) -> Targets:
+        """Which layers share KV by the checkpoint's own configuration: none, unless a subclass says otherwise."""
+        del config, names
+        return {}
+
+    def sharing_targets(self, config: PretrainedConfig, names: Sequence[LayerName], context: ModelContext) -> Targets:
+        """Which layers share KV by the rule of ``--kv-sharing``; a subclass may refuse some rules."""
+        return context.sharing.resolve(names, declared=self.declared_sharing(config, names))
 
     def slots(self) -> Iterator[Slot]:
         """Weights by checkpoint name."""
@@ -198,7 +237,7 @@ class Decoder:
     def forward(self, step: StepInputs) -> torch.Tensor | None:
         """See ``Model.forward``."""
         hidden = self.embedding(step.token_ids)
-        rotation = self.rotary.at(step.rows.positions)
+        rotation = self._rotary.at(step.rows.positions)
         for layer in self.before_last_owner:
             query = layer.project(hidden, rotation, step.rows)
             hidden = layer.finish(query, hidden, step.rows)
@@ -221,7 +260,11 @@ class Decoder:
 
 
 def _attention(
-    name: LayerName, shape: DecoderShape, context: ModelContext, targets: Mapping[LayerName, LayerName]
+    name: LayerName,
+    window: int | None,
+    shape: DecoderShape,
+    context: ModelContext,
+    targets: Mapping[LayerName, LayerName],
 ) -> Attention:
     return Attention(
         name,
@@ -231,5 +274,20 @@ def _attention(
         scale=shape.head_dim**-0.5,
         cache_format=context.cache,
         backend=context.backend,
+        window=window,
         kv_sharing_target_layer_name=targets.get(name),
     )
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    """Of the hidden size, unless a configuration says otherwise."""
+    given: int | None = config.head_dim if hasattr(config, "head_dim") else None
+    return given or config.hidden_size // config.num_attention_heads
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Windows by ``layer_types``, or one for all layers where the configuration has no such list."""
+    window: int | None = config.sliding_window if hasattr(config, "sliding_window") else None
+    if not hasattr(config, "layer_types") or config.layer_types is None:
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == SLIDING else None for kind in config.layer_types)

@@ -2,7 +2,14 @@
 
 from transformers import PretrainedConfig
 
+from worker.models.config_checks import check_plain_decoder, require_setting_if_given
 from worker.models.decoder import Decoder, DecoderShape
+
+
+def check_llama(config: PretrainedConfig) -> None:
+    """A plain decoder's settings, and no windows: transformers' Llama would ignore them."""
+    check_plain_decoder(config)
+    require_setting_if_given(config, "sliding_window", None)
 
 
 class Llama(Decoder):
@@ -13,7 +20,6 @@ class Llama(Decoder):
         """Biases as the configuration says."""
         return DecoderShape.of(
             config,
-            head_dim=config.head_dim,
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
             mlp_bias=config.mlp_bias,

@@ -1,8 +1,16 @@
-"""Mistral: the plain decoder without biases. Its sliding window bounds the context that is served."""
+"""Mistral: the plain decoder without biases, in its first version with a sliding window in every layer."""
 
 from transformers import PretrainedConfig
 
+from worker.models.config_checks import FULL, SLIDING, check_plain_decoder, require_setting_if_given
 from worker.models.decoder import Decoder, DecoderShape
+
+
+def check_mistral(config: PretrainedConfig) -> None:
+    """A plain decoder's settings, and layers that are all alike, as transformers computes them whatever they say."""
+    check_plain_decoder(config)
+    kind = FULL if config.sliding_window is None else SLIDING
+    require_setting_if_given(config, "layer_types", None, [kind] * config.num_hidden_layers)
 
 
 class Mistral(Decoder):
@@ -10,8 +18,5 @@ class Mistral(Decoder):
 
     @staticmethod
     def shape_of(config: PretrainedConfig) -> DecoderShape:
-        """No biases; the head size may be given apart from the hidden size."""
-        return DecoderShape.of(
-            config,
-            head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        )
+        """No biases."""
+        return DecoderShape.of(config)

@@ -10,12 +10,11 @@ from typing import Protocol
 
 import torch
 
-from kernels.attention.segments import AttentionBackend, AttentionPlan
+from kernels.attention.segments import AttentionBackend
 from worker.kv_cache.sharing import SharingRule
 from worker.kv_cache.specs import LayerName
-from worker.layers.attention import Attention
 from worker.layers.cache_format import CacheFormat
-from worker.layers.rotary import RotaryTable
+from worker.layers.cached_layer import CachedLayer, StepPlan
 from worker.layers.weights import Slot, WeightFormat
 
 
@@ -33,19 +32,20 @@ class ModelContext:
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Some rows of a step: int64 ``positions`` ``[rows]`` and every attention layer's plan for them."""
+    """Some rows of a step: int64 ``positions`` ``[rows]`` and every cached layer's plan for them."""
 
     positions: torch.Tensor
-    plans: Mapping[LayerName, AttentionPlan]
+    plans: Mapping[LayerName, StepPlan]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step as a model sees it.
 
-    ``token_ids`` int64 ``[rows]``. Layers up to the last owner of KV compute all ``rows``; what comes after them, the
-    head included, only ``logit_rows``, whose indices are ``logit_index`` (None: all rows). None as ``logit_rows``:
-    nobody wants logits, and the pass ends with the last owner's keys and values.
+    ``token_ids`` int64 ``[rows]``. Layers up to the last that stores anything compute all ``rows``; what comes after
+    them, the head included, only ``logit_rows``, whose indices are ``logit_index`` (None: all rows), and whose plans
+    are those of attention layers only. None as ``logit_rows``: nobody wants logits, and the pass ends with what the
+    last owner stores.
     """
 
     token_ids: torch.Tensor
@@ -59,8 +59,11 @@ class Model(Protocol):
 
     vocab_size: int
     hidden_size: int
-    attention_layers: Sequence[Attention]
-    rotary: RotaryTable
+
+    @property
+    def cached_layers(self) -> Sequence[CachedLayer]:
+        """Every layer with a place in the cache, in the order in which they run."""
+        ...
 
     def slots(self) -> Iterator[Slot]:
         """Every checkpoint tensor that it loads, and where."""

@@ -1,4 +1,4 @@
-"""A model's outline: what its configuration alone says of its attention layers, without weights or memory.
+"""A model's outline: what its configuration alone says of its cached layers, without weights or memory.
 
 Made by commands that inspect a model or check a cluster's settings before anything is started; ends with the command.
 """
@@ -12,27 +12,32 @@ import torch
 from kernels.table import attention_backend
 from worker.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from worker.checkpoint.json_file import read_json_object
-from worker.dtype import DTYPES
-from worker.kv_cache.groups import KVCacheGroup, group_layers
+from worker.dtype import DTYPES, SERVED_DTYPES
+from worker.kv_cache.groups import CachePlan, plan_cache
 from worker.kv_cache.sharing import NoSharing, parse_sharing
-from worker.layers.attention import Attention
 from worker.layers.cache_format import CacheFormat
+from worker.layers.cached_layer import CachedLayer
 from worker.layers.weights import WeightFormat
+from worker.models.config_checks import UnsupportedModel
 from worker.models.model import ModelContext
-from worker.models.registry import UnsupportedModel, build_model, longest_context, parse_config
+from worker.models.registry import parse_config
 from worker.weight_loader import require_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutline:
-    """``layers`` in the order in which they run, ``groups`` as an engine would plan them; sizes in tokens."""
+    """``layers`` in the order in which they run, ``cache`` as an engine would plan it; sizes in tokens.
+
+    ``prefix_tokens`` are in the cache of every sequence before its prompt.
+    """
 
     architecture: str
     vocab_size: int
     longest_context: int
+    prefix_tokens: int
     dtype: torch.dtype
-    layers: tuple[Attention, ...]
-    groups: tuple[KVCacheGroup, ...]
+    layers: tuple[CachedLayer, ...]
+    cache: CachePlan
 
 
 def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -> ModelOutline:
@@ -53,17 +58,19 @@ def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -
         sharing=parse_sharing(kv_sharing),
         max_model_len=2,
     )
-    model = build_model(config, context)
+    model = config.build(context)
     if checkpoint is not None:
-        whole = build_model(config, replace(context, sharing=NoSharing()))
-        require_tensors(model, checkpoint, (slot.name for slot in whole.slots()))
+        whole = config.build(replace(context, sharing=NoSharing()))
+        known = [slot.name for slot in whole.slots()]
+        require_tensors(model, checkpoint, known, config.architecture.unserved)
     return ModelOutline(
-        architecture=config.architectures[0],
+        architecture=config.name,
         vocab_size=model.vocab_size,
-        longest_context=longest_context(config),
+        longest_context=config.longest_context,
+        prefix_tokens=len(config.prefix_tokens),
         dtype=chosen,
-        layers=tuple(model.attention_layers),
-        groups=group_layers(model.attention_layers),
+        layers=tuple(model.cached_layers),
+        cache=plan_cache(model.cached_layers, block_size),
     )
 
 
@@ -82,6 +89,6 @@ def _read(path: Path) -> tuple[Mapping[str, object], str]:
     """The configuration and the dtype that it names."""
     content = read_json_object(path if path.suffix == ".json" else path / "config.json")
     dtype = content.get("dtype", content.get("torch_dtype")) or "bfloat16"
-    if dtype not in DTYPES:
-        raise UnsupportedModel(f"{path}: dtype {dtype!r} is not supported; choose --dtype {', '.join(DTYPES)}")
+    if dtype not in SERVED_DTYPES:
+        raise UnsupportedModel(f"{path}: dtype {dtype!r} is not supported; choose --dtype {', '.join(SERVED_DTYPES)}")
     return content, str(dtype)

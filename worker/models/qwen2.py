@@ -11,8 +11,4 @@ class Qwen2(Decoder):
     @staticmethod
     def shape_of(config: PretrainedConfig) -> DecoderShape:
         """Biases are part of the architecture, not of the configuration."""
-        return DecoderShape.of(
-            config,
-            head_dim=config.hidden_size // config.num_attention_heads,
-            qkv_bias=True,
-        )
+        return DecoderShape.of(config, qkv_bias=True)

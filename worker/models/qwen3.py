@@ -10,11 +10,5 @@ class Qwen3(Decoder):
 
     @staticmethod
     def shape_of(config: PretrainedConfig) -> DecoderShape:
-        """Head size apart from the hidden size, normalised queries and keys."""
-        return DecoderShape.of(
-            config,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            qk_norm=True,
-        )
+        """Normalised queries and keys, biases in attention as the configuration says."""
+        return DecoderShape.of(config, qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True)

@@ -3,101 +3,180 @@
 A new model is one file and one line here.
 """
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from worker.models.llama import Llama
-from worker.models.mistral import Mistral
+from worker.models.config_checks import UnsupportedModel, check_plain_decoder
+from worker.models.deepseek_v2 import DeepseekV2, check_deepseek_v2
+from worker.models.deepseek_v3 import PREDICTION_LAYERS, DeepseekV3, check_deepseek_v3
+from worker.models.deepseek_v32 import DeepseekV32, check_deepseek_v32
+from worker.models.gemma3 import MULTIMODAL as GEMMA3_MULTIMODAL
+from worker.models.gemma3 import Gemma3, check_gemma3
+from worker.models.gemma3n import MULTIMODAL as GEMMA3N_MULTIMODAL
+from worker.models.gemma3n import Gemma3n, check_gemma3n
+from worker.models.gemma4 import MULTIMODAL as GEMMA4_MULTIMODAL
+from worker.models.gemma4 import Gemma4, check_gemma4
+from worker.models.hunyuan import (
+    Hunyuan,
+    HunyuanConfig,
+    HunyuanLarge,
+    HunyuanLargeConfig,
+    check_hunyuan,
+    check_hunyuan_dense,
+    check_hunyuan_moe,
+)
+from worker.models.hymba import Hymba, HymbaConfig, check_hymba, meta_tokens
+from worker.models.llama import Llama, check_llama
+from worker.models.mistral import Mistral, check_mistral
+from worker.models.mistral_large4 import MistralLarge4, check_mistral_large4
 from worker.models.model import Model, ModelContext
 from worker.models.qwen2 import Qwen2
 from worker.models.qwen3 import Qwen3
+from worker.models.qwen3_moe import Qwen3Moe, check_qwen3_moe
+from worker.models.qwen3_next import Qwen3Next, check_qwen3_next
 
-ARCHITECTURES: Mapping[str, Callable[[PretrainedConfig, ModelContext], Model]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Mistral,
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen3ForCausalLM": Qwen3,
+MAX_LAYERS = 1024
+GEMMA_ENCODERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a checkpoint that names it is read.
+
+    ``check`` raises ``UnsupportedModel`` for a setting that ``model`` would not honour. ``config_class`` is for
+    architectures that transformers does not have. Of a multimodal checkpoint, ``text_part`` is true: only the text
+    model is served, and tensors whose names begin with one of ``unserved`` are left alone. ``prefix_tokens`` gives ids
+    after the vocabulary's that stand before every sequence, in the cache like any other token.
+    """
+
+    model: Callable[[PretrainedConfig, ModelContext], Model]
+    check: Callable[[PretrainedConfig], None]
+    config_class: type[PretrainedConfig] | None = None
+    text_part: bool = False
+    unserved: tuple[str, ...] = ()
+    prefix_tokens: Callable[[PretrainedConfig], tuple[int, ...]] = lambda config: ()
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "DeepseekV2ForCausalLM": Architecture(DeepseekV2, check_deepseek_v2),
+    "DeepseekV3ForCausalLM": Architecture(DeepseekV3, check_deepseek_v3, unserved=PREDICTION_LAYERS),
+    "DeepseekV32ForCausalLM": Architecture(DeepseekV32, check_deepseek_v32, unserved=PREDICTION_LAYERS),
+    "Gemma3ForCausalLM": Architecture(Gemma3, check_gemma3),
+    "Gemma3ForConditionalGeneration": Architecture(
+        partial(Gemma3, names=GEMMA3_MULTIMODAL),
+        check_gemma3,
+        text_part=True,
+        unserved=("vision_tower.", "multi_modal_projector."),
+    ),
+    "Gemma3nForCausalLM": Architecture(Gemma3n, check_gemma3n),
+    "Gemma3nForConditionalGeneration": Architecture(
+        partial(Gemma3n, names=GEMMA3N_MULTIMODAL), check_gemma3n, text_part=True, unserved=GEMMA_ENCODERS
+    ),
+    "Gemma4ForCausalLM": Architecture(Gemma4, check_gemma4),
+    "Gemma4ForConditionalGeneration": Architecture(
+        partial(Gemma4, names=GEMMA4_MULTIMODAL), check_gemma4, text_part=True, unserved=GEMMA_ENCODERS
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(Hunyuan, check_hunyuan_dense, HunyuanConfig),
+    "HunYuanForCausalLM": Architecture(HunyuanLarge, check_hunyuan, HunyuanLargeConfig),
+    "HunYuanMoEV1ForCausalLM": Architecture(Hunyuan, check_hunyuan_moe, HunyuanConfig),
+    "HymbaForCausalLM": Architecture(Hymba, check_hymba, HymbaConfig, prefix_tokens=meta_tokens),
+    "LlamaForCausalLM": Architecture(Llama, check_llama),
+    "MistralForCausalLM": Architecture(Mistral, check_mistral),
+    "MistralLarge4ForConditionalGeneration": Architecture(
+        MistralLarge4,
+        check_mistral_large4,
+        text_part=True,
+        unserved=(
+            "vision_encoder.",
+            "vision_language_adapter.",
+            "patch_merger.",
+            "pre_mm_projector_norm.",
+            # A drafter for speculative decoding.
+            "mtp_dspark.",
+        ),
+    ),
+    "Qwen2ForCausalLM": Architecture(Qwen2, check_plain_decoder),
+    "Qwen3ForCausalLM": Architecture(Qwen3, check_plain_decoder),
+    "Qwen3MoeForCausalLM": Architecture(Qwen3Moe, check_qwen3_moe),
+    # Multi-token prediction is a drafter for speculative decoding.
+    "Qwen3NextForCausalLM": Architecture(Qwen3Next, check_qwen3_next, unserved=("mtp.",)),
 }
 
 
-MAX_LAYERS = 1024
-MAX_SIZE = (1 << 31) - 1
-MAX_HEAD_DIM = 4096
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A checkpoint's architecture and the configuration of the part that is served, defaults filled in."""
+
+    name: str
+    architecture: Architecture
+    config: PretrainedConfig
+
+    def build(self, context: ModelContext) -> Model:
+        """Build the model, weights allocated but not loaded."""
+        return self.architecture.model(self.config, context)
+
+    @property
+    def prefix_tokens(self) -> tuple[int, ...]:
+        """What stands before the prompt of every sequence, at the first positions."""
+        return self.architecture.prefix_tokens(self.config)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens up to which the model is computed as it was trained."""
+        limit = int(self.config.max_position_embeddings)
+        rope = self.config.rope_parameters
+        if rope.get("rope_type") == "dynamic":
+            # There the field is the trained length, beyond which the frequencies begin to stretch.
+            limit = int(limit * rope["factor"])
+        return limit
+
+    def choose_context(self, wanted: int | None) -> int:
+        """Resolve ``--max-model-len`` against what the model can do."""
+        if wanted is not None and wanted > self.longest_context:
+            raise UnsupportedModel(
+                f"--max-model-len {wanted} is more than the {self.longest_context} tokens up to which this model is "
+                f"served (max_position_embeddings {self.config.max_position_embeddings})"
+            )
+        if wanted is not None and wanted < 2:
+            raise UnsupportedModel(f"--max-model-len {wanted} leaves no room for a prompt and an answer")
+        return wanted or self.longest_context
 
 
-class UnsupportedModel(ValueError):
-    """A model, or a setting of it, that cannot be computed faithfully."""
-
-
-def parse_config(content: Mapping[str, object]) -> PretrainedConfig:
-    """Turn config.json's content into transformers' configuration, with the architecture's defaults.
+def parse_config(content: Mapping[str, object]) -> ModelConfig:
+    """Read config.json's content.
 
     Raises ``UnsupportedModel`` for an architecture or a setting that we do not compute.
     """
-    architecture = _architecture(content)
-    layers = content.get("num_hidden_layers")
+    name = _architecture(content)
+    architecture = ARCHITECTURES[name]
+    text = content.get("text_config") if architecture.text_part else content
+    layers = cast("Mapping[str, object]", text).get("num_hidden_layers") if isinstance(text, Mapping) else None
     if layers is not None and not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
         # Before transformers sees it, which makes lists of that length.
         raise UnsupportedModel(
             f"config.json: num_hidden_layers is {layers!r}, not a whole number from 1 to {MAX_LAYERS}"
         )
     try:
-        config = CONFIG_MAPPING[content.get("model_type")].from_dict(dict(content))
+        config_class = architecture.config_class or CONFIG_MAPPING[content.get("model_type")]
+        config = config_class.from_dict(dict(content))
+        if architecture.text_part:
+            # The outer configuration says whether the head is tied, whatever the inner one says.
+            tied = config.tie_word_embeddings
+            config = config.text_config
+            config.tie_word_embeddings = tied
     except Exception as error:
-        raise UnsupportedModel(f"config.json of {architecture} cannot be read: {error}") from error
-    _check_sizes(config)
-    if config.hidden_act != "silu":
-        raise UnsupportedModel(f"hidden_act is {config.hidden_act!r}; {architecture} is supported with 'silu' only")
+        raise UnsupportedModel(f"config.json of {name} cannot be read: {error}") from error
     if content.get("quantization_config") is not None:
         raise UnsupportedModel(
             "quantization_config is set: quantized safetensors checkpoints are not supported; use "
             "an unquantized checkpoint or a GGUF file"
         )
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor is not 1: partial rotary embedding is not supported")
-    factor = config.rope_parameters.get("factor", 1.0)
-    if not (isinstance(factor, int | float) and 1.0 <= factor < math.inf):
-        raise UnsupportedModel(f"config.json: the rope scaling factor is {factor!r}, not a number of at least 1")
-    return config
-
-
-def longest_context(config: PretrainedConfig) -> int:
-    """Tokens up to which the model is computed exactly.
-
-    Within its sliding window a layer is a full-attention layer; beyond it windows would have to be cut, which this
-    version does not do.
-    """
-    limit = int(config.max_position_embeddings)
-    if config.rope_parameters["rope_type"] == "dynamic":
-        # There the field is the trained length, beyond which the frequencies begin to stretch.
-        limit = int(limit * config.rope_parameters["factor"])
-    layer_types = getattr(config, "layer_types", None)
-    slides = config.sliding_window is not None if hasattr(config, "sliding_window") else False
-    if layer_types is not None:
-        slides = "sliding_attention" in layer_types
-    return min(limit, int(config.sliding_window)) if slides else limit
-
-
-def choose_context(config: PretrainedConfig, wanted: int | None) -> int:
-    """Resolve ``--max-model-len`` against what the model can do."""
-    longest = longest_context(config)
-    if wanted is not None and wanted > longest:
-        raise UnsupportedModel(
-            f"--max-model-len {wanted} is more than the {longest} tokens up to which this model is served "
-            f"(max_position_embeddings {config.max_position_embeddings}, sliding_window "
-            f"{getattr(config, 'sliding_window', None)})"
-        )
-    if wanted is not None and wanted < 2:
-        raise UnsupportedModel(f"--max-model-len {wanted} leaves no room for a prompt and an answer")
-    return wanted or longest
-
-
-def build_model(config: PretrainedConfig, context: ModelContext) -> Model:
-    """Build the class of the configuration's architecture, weights allocated but not loaded."""
-    return ARCHITECTURES[config.architectures[0]](config, context)
+    architecture.check(config)
+    return ModelConfig(name, architecture, config)
 
 
 def _architecture(content: Mapping[str, object]) -> str:
@@ -110,31 +189,3 @@ def _architecture(content: Mapping[str, object]) -> str:
             f"architecture {', '.join(names)} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     return known[0]
-
-
-def _check_sizes(config: PretrainedConfig) -> None:
-    for field in (
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-        "intermediate_size",
-        "max_position_embeddings",
-    ):
-        value = getattr(config, field)
-        if not (isinstance(value, int) and 0 < value <= MAX_SIZE):
-            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from 1 to {MAX_SIZE}")
-    for field, value in (
-        ("rms_norm_eps", config.rms_norm_eps),
-        ("rope_theta", config.rope_parameters.get("rope_theta")),
-    ):
-        if not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise UnsupportedModel(f"config.json: {field} is {value!r}, not a positive finite number")
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is not None and not (isinstance(head_dim, int) and 0 < head_dim <= MAX_HEAD_DIM and head_dim % 2 == 0):
-        raise UnsupportedModel(f"config.json: head_dim is {head_dim!r}, not an even number from 2 to {MAX_HEAD_DIM}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise UnsupportedModel(
-            f"config.json: num_attention_heads {config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
-        )

@@ -20,6 +20,7 @@ def attention(
     head_dim: int = 8,
     block_size: int = 4,
     dtype: torch.dtype = torch.bfloat16,
+    window: int | None = None,
 ) -> Attention:
     """Layer ``index``, an owner unless it ``shares`` another."""
     return Attention(
@@ -30,5 +31,6 @@ def attention(
         scale=1.0,
         cache_format=CacheFormat(block_size, dtype),
         backend=attention_backend(torch.device("cpu")),
+        window=window,
         kv_sharing_target_layer_name=None if shares is None else layer_name(shares),
     )

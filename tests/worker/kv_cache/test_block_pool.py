@@ -20,6 +20,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.holders: Counter[BlockId] = Counter()
         self.content: dict[BlockId, BlockHash] = {}
         self.cached: list[BlockId] = []  # oldest first
+        self.promised = 0
 
     @property
     def free(self) -> set[BlockId]:
@@ -27,7 +28,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, len(self.free) + len(self.cached)))
+        count = data.draw(st.integers(0, len(self.free) + len(self.cached) - self.promised))
         free = self.free
         evicted = self.cached[: max(0, count - len(free))]
 
@@ -43,10 +44,26 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.holders[block] = 1
         del self.cached[: len(evicted)]
 
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, len(self.free) + len(self.cached) - self.promised))
+        self.pool.reserve(count)
+        self.promised += count
+
+    @rule(data=st.data())
+    def unreserve(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.promised))
+        self.pool.unreserve(count)
+        self.promised -= count
+
     @precondition(lambda self: self.holders or self.cached)
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
+        # Whoever holds cached blocks has looked whether they are promised.
+        room = len(self.free) + len(self.cached) - self.promised
         blocks = data.draw(st.lists(st.sampled_from([*self.holders, *self.cached]), unique=True))
+        cached = [block for block in blocks if block in self.cached]
+        blocks = [block for block in blocks if block not in cached[room:]]
         self.pool.hold(blocks)
         self.holders.update(blocks)
         self.cached = [block for block in self.cached if block not in blocks]
@@ -86,7 +103,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         free, cached, held = len(self.free), len(self.cached), len(self.holders)
         assert free + cached + held == self.total
         assert self.pool.counts() == BlockCounts(free, cached, held, self.total)
-        assert self.pool.available == free + cached
+        assert self.pool.available == free + cached - self.promised
         for block in range(self.total):
             assert self.pool.is_evictable(BlockId(block)) == (block not in self.holders)
         by_content = {name: block for block, name in self.content.items()}
@@ -104,10 +121,32 @@ def test_misuse_is_noticed_at_once() -> None:
     with pytest.raises(AssertionError, match="2 blocks taken, 1 available"):
         pool.take(2)
     pool.release([block])
+    pool.reserve(1)
+    with pytest.raises(AssertionError, match="2 blocks taken, 1 available"):
+        pool.take(2)
+    with pytest.raises(AssertionError, match="2 blocks reserved, 1 available"):
+        pool.reserve(2)
+    with pytest.raises(AssertionError, match="1 blocks given back that were not reserved"):
+        pool.unreserve(2)
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.release([block])
     with pytest.raises(AssertionError, match="published by nobody"):
         pool.publish(block, HASHES[0])
     with pytest.raises(AssertionError, match="released twice"):
         pool.release([block])
+
+
+def test_more_promises_than_blocks_are_found_by_the_check() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.take(1)
+    pool.publish(block, HASHES[0])
+    pool.release([block])
+    pool.reserve(3)
+    pool.check()
+    pool.hold([block])  # without a look at what is available
+    with pytest.raises(AssertionError, match="3 reserved of 2"):
+        pool.check()
 
 
 def test_a_lost_block_is_found_by_the_check() -> None:

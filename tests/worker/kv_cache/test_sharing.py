@@ -143,7 +143,15 @@ def test_a_valid_map_passes() -> None:
         pytest.param([attention(0), attention(1, shares=9)], 1, 9, "no attention layer", id="a: does not exist"),
         pytest.param(
             [attention(0), CrossAttention(layer_name(1), layer_name(0))],
-            1, 0, "encoder_decoder, decoder", id="b: another attention type",
+            1, 0, "encoder_decoder, full attention", id="b: another attention type",
+        ),
+        pytest.param(
+            [attention(0), attention(1, shares=0, window=8)],
+            1, 0, "sliding window of 8, full attention", id="b: a window on a full cache",
+        ),
+        pytest.param(
+            [attention(0, window=4), attention(1, shares=0, window=8)],
+            1, 0, "sliding window of 8, sliding window of 4", id="b: another window",
         ),
         pytest.param([attention(0, shares=1), attention(1)], 0, 1, "earlier", id="c: comes later"),
         pytest.param([attention(0, shares=0)], 0, 0, "earlier", id="c: itself"),

@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_checkpoints import write_tiny
+from worker.kv_cache.specs import EveryToken, LastTokens, Retention
+from worker.models.config_checks import UnsupportedModel
 from worker.models.outline import outline_model
-from worker.models.registry import UnsupportedModel, choose_context, longest_context, parse_config
+from worker.models.registry import parse_config
 from worker.weight_loader import WeightMismatch
 
 QWEN3 = {
@@ -24,6 +26,7 @@ QWEN3 = {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
 }
+LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
@@ -43,6 +46,8 @@ MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistr
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
     ],
 )
 def test_refused_by_field_and_value(change: dict[str, object], named: str) -> None:
@@ -50,15 +55,56 @@ def test_refused_by_field_and_value(change: dict[str, object], named: str) -> No
         parse_config(QWEN3 | change)
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
-    config = parse_config(MISTRAL | {"sliding_window": 1024})
-    assert longest_context(config) == 1024
-    assert choose_context(config, 1000) == 1000
-    with pytest.raises(UnsupportedModel, match=r"--max-model-len 2000.*sliding_window 1024"):
-        choose_context(config, 2000)
-    assert longest_context(parse_config(MISTRAL | {"sliding_window": None})) == 4096
-    # Qwen checkpoints carry a window that is switched off.
-    assert longest_context(parse_config(QWEN3 | {"sliding_window": 1024, "use_sliding_window": False})) == 4096
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        (QWEN3, {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types\[3\] is 'chunked"),
+        (QWEN3, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window is None"),
+        (MISTRAL, {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, "layer_types is .*'full_attention'"),
+        (MISTRAL, {"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, "sliding_window is None"),
+        (LLAMA, {"sliding_window": 8}, "sliding_window is 8"),
+    ],
+)
+def test_windows_that_transformers_would_not_compute_are_refused(
+    config: dict[str, object], change: dict[str, object], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        parse_config(config | change)
+
+
+def test_the_context_is_the_trained_one_or_shorter() -> None:
+    config = parse_config(QWEN3)
+    assert config.longest_context == config.choose_context(None) == 4096
+    assert config.choose_context(1000) == 1000
+    with pytest.raises(UnsupportedModel, match=r"--max-model-len 5000.*max_position_embeddings 4096"):
+        config.choose_context(5000)
+    with pytest.raises(UnsupportedModel, match="--max-model-len 1 "):
+        config.choose_context(1)
+
+
+def test_a_dynamic_rope_stretches_the_context() -> None:
+    config = parse_config(QWEN3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+    assert config.longest_context == 8192
+
+
+@pytest.mark.parametrize(
+    ("content", "retention"),
+    [
+        (MISTRAL | {"sliding_window": 1024}, LastTokens(1024)),
+        (MISTRAL | {"sliding_window": None}, EveryToken()),
+        # Qwen checkpoints carry a window that is switched off.
+        (QWEN3 | {"sliding_window": 1024, "use_sliding_window": False}, EveryToken()),
+    ],
+)
+def test_a_window_limits_what_is_kept_and_not_the_context(
+    content: dict[str, object], retention: Retention, tmp_path: Path
+) -> None:
+    assert parse_config(content).longest_context == 4096
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    described = outline_model(file, kv_sharing="none", dtype="bfloat16", block_size=16)
+    assert [group.retention for group in described.cache.groups] == [retention]
+    assert described.longest_context == 4096
 
 
 def outline(path: Path) -> None:

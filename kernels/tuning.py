@@ -1,0 +1,146 @@
+"""How Triton kernels are cut into programs, as data. Every figure is an unmeasured default: it compiles without spills.
+
+Measured tables take the place of these; nothing else needs to change then.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a table depends on: compute capability, such as 80 or 90, and the number of multiprocessors."""
+
+    architecture: int
+    multiprocessors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Gpu":
+        """A CUDA device's; for the interpreter on the CPU, that of an A100."""
+        if device.type != "cuda":
+            return A100
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+A100: Final = Gpu(80, 108)
+H100: Final = Gpu(90, 132)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """Query rows (of all heads of a group) and tokens of one step of a program; its warps and pipeline stages."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+AttentionTable = Mapping[tuple[int, int, int], AttentionTile]
+"""By architecture, bytes of an element, and the wider of key and value, rounded up to a power of two."""
+
+# Unmeasured defaults.
+DECODE_TILES: Final[AttentionTable] = MappingProxyType(
+    {
+        (80, 2, 64): AttentionTile(16, 64, 4, 3),
+        (80, 2, 128): AttentionTile(16, 64, 4, 3),
+        (80, 2, 256): AttentionTile(16, 32, 4, 3),
+        (80, 2, 512): AttentionTile(16, 32, 8, 2),
+        (80, 4, 64): AttentionTile(16, 32, 4, 2),
+        (80, 4, 128): AttentionTile(16, 32, 4, 2),
+        (80, 4, 256): AttentionTile(16, 16, 4, 2),
+        (80, 4, 512): AttentionTile(16, 16, 8, 2),
+        (90, 2, 64): AttentionTile(16, 64, 4, 3),
+        (90, 2, 128): AttentionTile(16, 64, 4, 3),
+        (90, 2, 256): AttentionTile(16, 64, 4, 3),
+        (90, 2, 512): AttentionTile(16, 32, 8, 3),
+        (90, 4, 64): AttentionTile(16, 32, 4, 2),
+        (90, 4, 128): AttentionTile(16, 16, 4, 2),
+        (90, 4, 256): AttentionTile(16, 16, 4, 2),
+        (90, 4, 512): AttentionTile(16, 16, 8, 2),
+    }
+)
+"""One row per sequence. ``rows`` is the least that a matrix product takes."""
+
+# Unmeasured defaults.
+CHUNK_TILES: Final[AttentionTable] = MappingProxyType(
+    {
+        (80, 2, 64): AttentionTile(128, 64, 8, 3),
+        (80, 2, 128): AttentionTile(64, 64, 8, 2),
+        (80, 2, 256): AttentionTile(64, 32, 8, 2),
+        (80, 2, 512): AttentionTile(32, 32, 8, 2),
+        (80, 4, 64): AttentionTile(32, 32, 4, 2),
+        (80, 4, 128): AttentionTile(32, 32, 8, 2),
+        (80, 4, 256): AttentionTile(16, 16, 8, 2),
+        (80, 4, 512): AttentionTile(16, 16, 8, 2),
+        (90, 2, 64): AttentionTile(128, 64, 8, 3),
+        (90, 2, 128): AttentionTile(64, 64, 8, 3),
+        (90, 2, 256): AttentionTile(64, 32, 8, 2),
+        (90, 2, 512): AttentionTile(32, 32, 8, 2),
+        (90, 4, 64): AttentionTile(32, 32, 4, 2),
+        (90, 4, 128): AttentionTile(32, 32, 8, 2),
+        (90, 4, 256): AttentionTile(16, 16, 8, 2),
+        (90, 4, 512): AttentionTile(16, 16, 8, 2),
+    }
+)
+"""Several rows per sequence."""
+
+# Unmeasured defaults.
+LATENT_TILES: Final[AttentionTable] = MappingProxyType(
+    {
+        (80, 2, 512): AttentionTile(16, 32, 4, 2),
+        (80, 4, 512): AttentionTile(16, 16, 8, 1),
+        (90, 2, 512): AttentionTile(16, 32, 4, 2),
+        (90, 4, 512): AttentionTile(16, 16, 8, 1),
+    }
+)
+"""``rows`` are heads; the width is that of the latent without its rotary part."""
+
+PROGRAMS_PER_MULTIPROCESSOR: Final = 2
+"""Contexts are split until there are so many programs. An unmeasured default."""
+
+LEAST_TILES_PER_SPLIT: Final = 4
+"""A split has at least so many steps, so that joining splits stays cheap. An unmeasured default."""
+
+
+def attention_tile(table: AttentionTable, architecture: int, element_size: int, width: int) -> AttentionTile:
+    """The entry for ``width`` or the next wider, of this architecture or the newest that is older.
+
+    Raises ``ValueError`` if the width is beyond the table, or the architecture before it.
+    """
+    fitting = [
+        (-known, wide)
+        for known, size, wide in table
+        if known <= architecture and size == element_size and wide >= width
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no attention tile for compute capability {architecture}, elements of {element_size} bytes, width {width}"
+        )
+    known, wide = min(fitting)
+    return table[-known, element_size, wide]
+
+
+def split_sizes(gpu: Gpu, programs: int, most_tiles: int) -> tuple[int, int]:
+    """Into how many splits a context of ``most_tiles`` steps is cut, and how many steps each has.
+
+    ``programs`` is how many there would be without splits. All contexts of a launch are cut alike, so that every
+    program has the same work; shorter contexts have fewer splits (Flash-Decoding, Dao et al. 2023).
+    """
+    wanted = max(1, PROGRAMS_PER_MULTIPROCESSOR * gpu.multiprocessors // max(1, programs))
+    per_split = max(LEAST_TILES_PER_SPLIT, -(-most_tiles // wanted))
+    return -(-most_tiles // per_split), per_split
+
+
+ELEMENTS_PER_PROGRAM: Final = 2048
+"""Of pointwise kernels. An unmeasured default."""
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a pointwise program: 16 elements a thread, an unmeasured default."""
+    return max(1, min(16, elements // (16 * 32)))

@@ -1,0 +1,57 @@
+"""A pair group's rendezvous store on the prefill replica, as the decode replica sees it: over their gRPC connection."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import grpc
+from torch._C._distributed_c10d import Store
+
+from kv_transfer.pair_group import RENDEZVOUS_SECONDS
+from kv_transfer.wire import kv_transfer_pb2 as wire
+
+_SPARE_SECONDS = 2.0
+
+
+class GroupStore(Store):
+    """``call`` is the Store method. Every operation raises ``RuntimeError`` when it fails or takes too long."""
+
+    def __init__(self, call: Callable[..., bytes], decode_incarnation: str, generation: int) -> None:
+        super().__init__()
+        self._call = call
+        self._decode_incarnation = decode_incarnation
+        self._generation = generation
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Store a value."""
+        encoded = value.encode() if isinstance(value, str) else bytes(value)
+        self._ask(wire.StoreRequest(key=key, set=encoded), RENDEZVOUS_SECONDS)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it."""
+        return self._get(key, RENDEZVOUS_SECONDS)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys have values."""
+        seconds = RENDEZVOUS_SECONDS if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._get(key, seconds)
+
+    def _get(self, key: str, seconds: float) -> bytes:
+        return self._ask(wire.StoreRequest(key=key, get=max(1, round(seconds * 1e3))), seconds)
+
+    def _ask(self, request: wire.StoreRequest, seconds: float) -> bytes:
+        request.decode_incarnation = self._decode_incarnation
+        request.generation = self._generation
+        try:
+            return self._call(request.SerializeToString(), timeout=seconds + _SPARE_SECONDS)
+        except grpc.RpcError as error:
+            raise RuntimeError(f"rendezvous at {request.key}: {error.code().name}: {error.details()}") from error
+
+
+def answer(store: Store, request: wire.StoreRequest) -> bytes:
+    """The prefill replica's part. Raises ``RuntimeError`` for a key that does not get a value in time."""
+    if request.WhichOneof("operation") == "set":
+        store.set(request.key, request.set)  # type: ignore[arg-type]
+        return b""
+    store.wait([request.key], timedelta(milliseconds=request.get))
+    return bytes(store.get(request.key))

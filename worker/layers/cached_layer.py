@@ -1,0 +1,45 @@
+"""What the engine needs of any layer that has a place in the KV cache, whatever it stores there."""
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+import torch
+
+from kernels.attention.segments import Segment
+from worker.kv_cache.specs import KVCacheSpec, LayerName
+from worker.kv_cache.tensors import LayerCache
+
+
+class StepPlan(Protocol):
+    """Index tensors of one step for one kind of layer. Opaque to everybody but the layer."""
+
+
+class CachedLayer(Protocol):
+    """Built with a model, bound to its memory once, then planned for once per step and called by its model."""
+
+    @property
+    def name(self) -> LayerName:
+        """Fully qualified name."""
+        ...
+
+    @property
+    def kv_sharing_target_layer_name(self) -> LayerName | None:
+        """The owner whose cache it reads, or None."""
+        ...
+
+    def kv_cache_spec(self) -> KVCacheSpec | None:
+        """What it stores itself, or None if that is nothing."""
+        ...
+
+    def bind(self, cache: LayerCache) -> None:
+        """Give it its memory: views of its target's regions, if it has a target, then of its own."""
+        ...
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Layers of one group with equal keys can use one plan. Known once the layer is bound."""
+        ...
+
+    def plan(self, segments: Sequence[Segment], device: torch.device) -> StepPlan:
+        """Prepare one step."""
+        ...

@@ -1,0 +1,109 @@
+"""A mixture of experts as the feed-forward half of a layer: gate, router, many small gated MLPs, a shared one beside.
+
+Built with its model like any feed-forward; experts are stored as two matrices for all of them and loaded one by one.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from kernels.experts import routed_experts
+from kernels.pointwise import silu_and_multiply
+from worker.layers.gated_mlp import GatedMLP
+from worker.layers.linear import Linear
+from worker.layers.router import Router
+from worker.layers.weights import Slot, WeightFormat
+
+
+class Experts:
+    """Gated MLPs, a few of them for each row.
+
+    ``gate_up`` is ``[experts, 2 * intermediate, hidden]``, gate first; ``down`` is ``[experts, hidden, intermediate]``.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        hidden_size: int,
+        intermediate_size: int,
+        weight_format: WeightFormat,
+        *,
+        activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_multiply,
+    ) -> None:
+        self._activate = activate
+        self._intermediate_size = intermediate_size
+        self.gate_up = weight_format.empty(count, 2 * intermediate_size, hidden_size)
+        self.down = weight_format.empty(count, hidden_size, intermediate_size)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``{prefix}.3.gate_proj.weight`` and so on."""
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            yield Slot(f"{prefix}.{expert}.gate_proj.weight", gate_up[: self._intermediate_size])
+            yield Slot(f"{prefix}.{expert}.up_proj.weight", gate_up[self._intermediate_size :])
+            yield Slot(f"{prefix}.{expert}.down_proj.weight", down)
+
+    def __call__(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden]`` in and out; expert ids and their weights are ``[rows, k]``."""
+        return routed_experts(hidden, self.gate_up, self.down, experts, weights, self._activate)
+
+
+class SharedExpert:
+    """A gated MLP that every row passes, with ``gated`` times the sigmoid of a learned projection of the row."""
+
+    def __init__(
+        self, name: str, hidden_size: int, intermediate_size: int, weight_format: WeightFormat, *, gated: bool = False
+    ) -> None:
+        self._name = name
+        self.mlp = GatedMLP(hidden_size, intermediate_size, weight_format)
+        self.gate = Linear({f"{name}_gate": 1}, hidden_size, weight_format) if gated else None
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``{prefix}.{name}.gate_proj`` and so on, and ``{prefix}.{name}_gate``."""
+        yield from self.mlp.slots(f"{prefix}.{self._name}")
+        if self.gate is not None:
+            yield from self.gate.slots(prefix)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden]`` in and out."""
+        output = self.mlp(hidden)
+        return output if self.gate is None else output.mul_(self.gate(hidden).sigmoid())
+
+
+class MixtureOfExperts:
+    """Routed experts, and a shared one added to them.
+
+    ``gate`` is the checkpoint's name of the matrix that scores the experts, ``gate_dtype`` what it is kept and computed
+    in if not the model's dtype.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        router: Router,
+        weight_format: WeightFormat,
+        *,
+        shared: SharedExpert | None = None,
+        gate: str = "gate",
+        gate_dtype: torch.dtype | None = None,
+    ) -> None:
+        count, hidden_size, _ = experts.down.shape
+        self.experts = experts
+        self.router = router
+        self.shared = shared
+        self._gate_name = gate
+        self._gate_dtype = gate_dtype or weight_format.dtype
+        self.gate = Linear({gate: count}, hidden_size, WeightFormat(self._gate_dtype, weight_format.device))
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``gate``, ``experts`` and the shared expert's."""
+        yield from self.gate.slots(prefix)
+        yield from self.router.slots(f"{prefix}.{self._gate_name}")
+        yield from self.experts.slots(f"{prefix}.experts")
+        if self.shared is not None:
+            yield from self.shared.slots(prefix)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden]`` in and out."""
+        experts, weights = self.router(self.gate(hidden.to(self._gate_dtype)).float())
+        output = self.experts(hidden, experts, weights)
+        return output if self.shared is None else output.add_(self.shared(hidden))

@@ -1,0 +1,24 @@
+"""Queries that grow with their position (scalable softmax, Nakanishi 2025)."""
+
+from collections.abc import Iterator
+
+import torch
+
+from worker.layers.weights import Slot, WeightFormat
+
+
+class QueryScaling:
+    """A head's queries times ``s * log(position + 1) + b``, so that attention stays sharp in long contexts."""
+
+    def __init__(self, heads: int, weights: WeightFormat) -> None:
+        self.slope = weights.empty(heads)
+        self.offset = weights.empty(heads)
+
+    def slots(self, prefix: str) -> Iterator[Slot]:
+        """``{prefix}.s`` and ``{prefix}.b``."""
+        yield Slot(f"{prefix}.s", self.slope)
+        yield Slot(f"{prefix}.b", self.offset)
+
+    def apply(self, query: torch.Tensor, log_positions: torch.Tensor) -> None:
+        """Scale ``[rows, heads, head_dim]`` in place; ``log_positions`` is ``[rows, 1]``."""
+        query.mul_((log_positions * self.slope + self.offset)[:, :, None])
