@@ -1,25 +1,27 @@
 """Starting and stopping a whole cluster: Ray if need be, the Serve application, and the wait until it can answer.
 
 A command holds ``running_cluster`` open for as long as the cluster should live; whatever it started is stopped again.
+A Serve config names ``build`` instead: then Serve deploys the same application, and stops it when it is told to.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import httpx
 import ray
 from ray import serve
 
-from cluster.config import ClusterConfig, Mode
-from cluster.deployments import build_application
+from cluster.config import ClusterConfig, ConfigError, Mode, Placement
+from cluster.deployments import build_application, role_resource
 from cluster.directory import stop_directory
 from cluster.errors import CrosskvError
 from cluster.front_end import FrontEndConfig, chat_template
 from cluster.inspect_model import ModelSummary, inspect_model, require_servable
+from cluster.lifeline import Lifeline, stop_application
 from cluster.model_store import resolve_model
 from cluster.openai.limits import ModelCard
 from cluster.text.tokenizer import TokenizerConfig
@@ -58,31 +60,12 @@ class RunningCluster:
 
     def deploy(self, config: ClusterConfig) -> None:
         """Deploy ``config`` and wait until it can answer."""
-        config = _with_dtype(config)
-        summary = inspect_model(config)
-        require_servable(config, summary)
-        self._summary = summary
-        files = resolve_model(config.model)
-        tokenizer = TokenizerConfig.from_directory(files.tokenizer)
-        chat_template(tokenizer)
-        limit = min(config.max_model_len or summary.longest_context, summary.cache_tokens)
-        front_end = FrontEndConfig(
-            host=config.host,
-            port=config.port,
-            tokenizer=files.tokenizer,
-            model=ModelCard(
-                name=config.served_model_name or files.name,
-                max_model_len=limit,
-                vocab_size=summary.vocab_size,
-                eos_token_ids=tokenizer.eos_token_ids,
-                created=int(time.time()),
-            ),
-            directory=APPLICATION,
-            needs_prefill=config.mode is Mode.DISAGGREGATED,
-        )
+        # The front end listens where this process runs, which is where its user looks for it.
+        own = ray.get_runtime_context().get_node_id()
+        here = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+        application, self._summary = _application(config, {f"node:{here}": 0.001})
         self.base_url = f"http://{_reachable(config.host)}:{config.port}"
         self._progress("starting replicas")
-        application = build_application(config, front_end, _threads(config), APPLICATION)
         try:
             serve.run(application, name=APPLICATION, route_prefix=None)
         except RuntimeError as error:
@@ -127,6 +110,7 @@ def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[Runni
     progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
     _connect(config)
     try:
+        lifeline = None if config.ray_address is None else Lifeline(APPLICATION)
         progress("starting Serve")
         serve.start(proxy_location="Disabled")
         cluster = RunningCluster(progress)
@@ -134,11 +118,54 @@ def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[Runni
             cluster.deploy(config)
             yield cluster
         finally:
-            _bounded(cluster.undeploy, STOP_SECONDS)
+            if lifeline is None:
+                _bounded(cluster.undeploy, STOP_SECONDS)
+            elif _bounded(lambda: stop_application(APPLICATION), STOP_SECONDS):
+                lifeline.let_go()
     finally:
         if not _bounded(ray.shutdown, STOP_SECONDS):
             # Ray's processes are gone and it waits for them. Our own end takes along what is left of a local cluster.
             os._exit(1)
+
+
+def build(config: ClusterConfig) -> serve.Application:
+    """What a Serve config imports: ``import_path: cluster.application:build``, with settings as its ``args``.
+
+    The environment of the process that builds supplies what ``args`` do not say. No wait for an answer: Serve's own
+    status and the front end's ``/health`` tell.
+    """
+    if config.ray_address is not None:
+        raise ConfigError(f"ray_address = {config.ray_address!r}: Serve deploys on its own Ray cluster; remove it")
+    resources = role_resource("front-end") if config.placement is Placement.ROLE else {}
+    return _application(config, resources)[0]
+
+
+def _application(
+    config: ClusterConfig, front_end_resources: Mapping[str, float]
+) -> tuple[serve.Application, ModelSummary]:
+    """Check everything that can be checked before replicas start, and put the application together."""
+    config = _with_dtype(config)
+    summary = inspect_model(config)
+    require_servable(config, summary)
+    files = resolve_model(config.model)
+    tokenizer = TokenizerConfig.from_directory(files.tokenizer)
+    chat_template(tokenizer)
+    limit = min(config.max_model_len or summary.longest_context, summary.cache_tokens)
+    front_end = FrontEndConfig(
+        host=config.host,
+        port=config.port,
+        source=config.model,
+        model=ModelCard(
+            name=config.served_model_name or files.name,
+            max_model_len=limit,
+            vocab_size=summary.vocab_size,
+            eos_token_ids=tokenizer.eos_token_ids,
+            created=int(time.time()),
+        ),
+        directory=APPLICATION,
+        needs_prefill=config.mode is Mode.DISAGGREGATED,
+    )
+    return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 
 
 def _bounded(action: Callable[[], None], seconds: float) -> bool:

@@ -7,13 +7,14 @@ engine's actor in its placement group and ends with it, so that Serve replaces b
 import logging
 import os
 import threading
+from collections.abc import Mapping
 
 import ray
 from ray import serve
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, Placement
 from cluster.front_end import FrontEnd, FrontEndConfig
 from cluster.replica_actor import ReplicaActor
 from worker.config import EngineConfig, Role
@@ -83,10 +84,19 @@ class FrontEndSupervisor:
         self._front_end.stop()
 
 
+def role_resource(part: str) -> dict[str, float]:
+    """What a replica takes of its node under ``Placement.ROLE``. ``part`` is a role or ``front-end``."""
+    return {f"crosskv-{part}": 1.0}
+
+
 def build_application(
-    config: ClusterConfig, front_end: FrontEndConfig, threads: int, directory: str
+    config: ClusterConfig,
+    front_end: FrontEndConfig,
+    threads: int,
+    directory: str,
+    front_end_resources: Mapping[str, float],
 ) -> serve.Application:
-    """The whole cluster as one Serve application."""
+    """The whole cluster as one Serve application. ``front_end_resources`` name the nodes that fit the front end."""
     if config.mode == "colocated":
         roles = {Role.COLOCATED: config.decode_replicas}
     else:
@@ -95,6 +105,8 @@ def build_application(
     for role, replicas in roles.items():
         engine = config.engine_config(role, config.model).with_threads(threads)
         bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if engine.device.startswith("cuda") else {})
+        if config.placement is Placement.ROLE:
+            bundle |= role_resource(role.value)
         engines.append(
             serve.deployment(EngineSupervisor)
             .options(
@@ -115,7 +127,7 @@ def build_application(
         .options(
             name="front-end",
             num_replicas=1,
-            ray_actor_options={"num_cpus": FRONT_END_CPUS},
+            ray_actor_options={"num_cpus": FRONT_END_CPUS, "resources": dict(front_end_resources)},
             health_check_period_s=1.0,
             health_check_timeout_s=10.0,
             graceful_shutdown_wait_loop_s=0.1,
