@@ -9,16 +9,19 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 DEV := $(VENV)/installed-dev
 MODEL ?= smollm2
+TEST_WORKERS ?= 2
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test lint proto check-proto clean
+.PHONY: help demo serve test lint bench-transfer compile-kernels proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
 	@echo "make serve        leave a server up (MODEL=$(MODEL); settings from CROSSKV_* variables)"
 	@echo "make test         linters, types, generated stubs, tests"
 	@echo "make lint         only linters and types"
+	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
+	@echo "make compile-kernels  every Triton kernel for sm_80 and sm_90: registers, shared memory, spills (minutes)"
 	@echo "make proto        generate the stubs anew from proto/"
 	@echo "make clean        remove .venv and everything generated"
 
@@ -29,12 +32,18 @@ serve: $(STAMP)
 	$(PY) -m cluster.cli serve $(MODEL)
 
 test: lint check-proto
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+bench-transfer: $(STAMP)
+	$(PY) -m benchmarks.transfer
+
+compile-kernels: $(DEV)
+	$(PY) -m kernels.compile
 
 proto: $(DEV)
 	$(call generate,.)

@@ -82,11 +82,12 @@ def compile_launch(case: str, launch: Launch, architecture: int) -> Usage:
     constants: dict[str, object] = dict(launch.constants)
     attributes: dict[tuple[int], list[list[object]]] = {}
     for index, (name, argument) in enumerate(zip(function.arg_names, launch.arguments, strict=False)):
-        if isinstance(argument, int) and argument == 1:
+        is_settled = name not in launch.kernel.varying
+        if is_settled and isinstance(argument, int) and argument == 1:
             constants[name] = 1
             continue
         signature[name] = _type_name(argument)
-        if _is_divisible(argument):
+        if is_settled and _is_divisible(argument):
             attributes[index,] = [["tt.divisibility", DIVISIBILITY]]
     compiled = triton.compile(
         ASTSource(function, signature, constants, attributes),

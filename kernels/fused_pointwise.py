@@ -161,7 +161,7 @@ def normalise_rows(
     residual_stride: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
-    rows: tl.tensor,
+    rows: int,
     epsilon: tl.tensor,
     offset: tl.tensor,
     heads: tl.constexpr,

@@ -54,11 +54,17 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 class Kernel:
-    """A function that runs once per point of a grid. Parameters that are ``tl.constexpr`` are its constants."""
+    """A function that runs once per point of a grid.
+
+    Parameters that are ``tl.constexpr`` are its constants: every value is compiled anew. ``tl.tensor`` is an address or
+    a number that a model settles, such as a stride: code depends on whether it is a multiple of 16, or 1. An ``int``
+    of 32 bits differs from step to step: no code depends on it.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.name = function.__name__
-        self.function: Any = triton.jit(function)
+        self.varying = frozenset(name for name, kind in function.__annotations__.items() if kind is int)
+        self.function: Any = triton.jit(function, do_not_specialize=sorted(self.varying))
 
     def launch(
         self, grid: tuple[int, ...], *arguments: Argument, warps: int = 4, stages: int = 2, **constants: object

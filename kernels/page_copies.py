@@ -84,15 +84,15 @@ def write_slots(cache: torch.Tensor, slots: Slots, values: torch.Tensor) -> None
 @Kernel
 def copy_runs(
     places: tl.tensor,
-    begin: tl.tensor,
-    tokens: tl.tensor,
+    begin: int,
+    tokens: int,
     block_stride: tl.tensor,
     cache_part_stride: tl.tensor,
     cache_head_stride: tl.tensor,
     part_stride: tl.tensor,
     head_stride: tl.tensor,
     token_stride: tl.tensor,
-    layers: tl.tensor,
+    layers: int,
     kv_heads: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
@@ -171,7 +171,7 @@ def _copy(
     needed = blocks[begin // block_size : (end - 1) // block_size + 1].tolist()
     size = first.element_size()
     padded_dim = next_power_of_two(head_dim)
-    tile = max(1, min(RUN_TILE // padded_dim, next_power_of_two(end - begin)))
+    tile = max(1, RUN_TILE // padded_dim)
     copy_runs.launch(
         (triton.cdiv(end - begin, tile), parts * kv_heads, len(caches)),
         torch.tensor(addresses + needed).to(first.device),

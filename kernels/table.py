@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-import kernels.pages
-import kernels.pointwise
+from kernels import pages
+from kernels import pointwise as plain_pointwise
 from kernels.attention.gather import GatherAttention
 from kernels.attention.segments import AttentionBackend
 from kernels.pages import IntArray
@@ -85,16 +85,16 @@ def attention_backend(device: torch.device) -> AttentionBackend:
 def token_copies(device: torch.device) -> TokenCopies:
     """What packs and unpacks transfers on ``device``."""
     if not has_triton_kernels(device):
-        return kernels.pages
-    import kernels.page_copies  # noqa: PLC0415 - see the module
+        return pages
+    from kernels import page_copies  # noqa: PLC0415 - see the module
 
-    return kernels.page_copies
+    return page_copies
 
 
 def pointwise(device: torch.device) -> Pointwise:
     """Small operations of a decoder layer on ``device``."""
     if not has_triton_kernels(device):
-        return kernels.pointwise
-    import kernels.fused_pointwise  # noqa: PLC0415 - see the module
+        return plain_pointwise
+    from kernels import fused_pointwise  # noqa: PLC0415 - see the module
 
-    return kernels.fused_pointwise
+    return fused_pointwise

@@ -54,6 +54,8 @@ class GroupReceiver:
         self._changed = threading.Condition()
         self._group: IncomingGroup | None = None
         self._generation = 0
+        # Transfers that have had pieces over a group, and over which: the other side never changes it.
+        self._users: dict[Transfer, int] = {}
         self._making = False
         self._failure = ""
         self._closed = False
@@ -94,14 +96,18 @@ class GroupReceiver:
             raise FrameError(f"a piece of section {frame.piece.section}")
         if frame.size != frame.piece.payload_bytes(self._layout) or frame.size == 0:
             raise FrameError(f"a piece of {frame.piece.payload_bytes(self._layout)} bytes announced as {frame.size}")
-        self._group_of(frame.generation).receive(frame.sequence, frame.size, partial(self._arrived, transfer, frame))
+        self._group_of(frame.generation, transfer).receive(
+            frame.sequence, frame.size, partial(self._arrived, transfer, frame)
+        )
         return True
 
     def end(self, transfer: Transfer, ended: TransferEnded, *, every_header: bool) -> None:
         """Deliver it behind the pieces. Sends that this side has not heard of cost the group."""
         with self._changed:
             group = self._group
-        if group is not None and not every_header:
+            used = self._users.pop(transfer, None)
+        # One that has had no piece may have lost the names of its first sends.
+        if group is not None and not every_header and used in (None, group.generation):
             group.discard(f"a stream broke off: {ended.error}")
         if group is None:
             transfer.deliver(ended)
@@ -113,7 +119,11 @@ class GroupReceiver:
         request = wire.StopRequest(
             decode_incarnation=self._incarnation, request_id=transfer.request_id, epoch=transfer.epoch
         )
-        asked = self._stop.future(request.SerializeToString(), timeout=STOP_SECONDS)
+        try:
+            asked = self._stop.future(request.SerializeToString(), timeout=STOP_SECONDS)
+        except ValueError:
+            # The channel was closed meanwhile, and with it the call.
+            return
 
         def answered(future: "grpc.Future[bytes]") -> None:
             if future.cancelled() or future.exception() is not None:
@@ -137,17 +147,22 @@ class GroupReceiver:
         else:
             transfer.deliver(PieceArrived(transfer.request_id, PieceFrame(frame.epoch, frame.piece, payload)))
 
-    def _group_of(self, generation: int) -> IncomingGroup:
-        """A generation, which the other side may have been ready with a little earlier."""
+    def _group_of(self, generation: int, transfer: Transfer) -> IncomingGroup:
+        """A generation, which the other side may have been ready with a little earlier, with one more user."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._making and generation == self._generation), RENDEZVOUS_SECONDS)
             if self._group is None or self._group.generation != generation:
                 raise GroupLost(f"the process group of generation {generation} was given up")
+            self._users[transfer] = generation
             return self._group
 
     def _keep(self, generation: int) -> None:
         request = wire.JoinRequest(decode_incarnation=self._incarnation, generation=generation)
-        call = self._join(request.SerializeToString())
+        try:
+            call = self._join(request.SerializeToString())
+        except ValueError:
+            # The channel was closed meanwhile. Nothing will be asked for any more.
+            return
         with self._changed:
             self._join_call = call
             if self._closed:
@@ -174,8 +189,10 @@ class GroupReceiver:
             if group is not None:
                 group.discard(reason)
             with self._changed:
-                self._failure = reason
-                self._making = False
+                # The next one may be in the making already.
+                if generation == self._generation:
+                    self._failure = reason
+                    self._making = False
             self._forget(generation, call)
             log.info("process group %d has ended: %s", generation, reason)
 
@@ -183,5 +200,8 @@ class GroupReceiver:
         with self._changed:
             if self._group is not None and self._group.generation == generation:
                 self._group = None
+            users = [transfer for transfer, used in self._users.items() if used == generation]
             self._changed.notify_all()
         call.cancel()
+        for transfer in users:
+            transfer.call.cancel()

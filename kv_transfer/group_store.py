@@ -46,6 +46,8 @@ class GroupStore(Store):
             return self._call(request.SerializeToString(), timeout=seconds + _SPARE_SECONDS)
         except grpc.RpcError as error:
             raise RuntimeError(f"rendezvous at {request.key}: {error.code().name}: {error.details()}") from error
+        except ValueError as error:
+            raise RuntimeError(f"rendezvous at {request.key}: {error}") from error
 
 
 def answer(store: Store, request: wire.StoreRequest) -> bytes:

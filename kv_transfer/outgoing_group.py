@@ -37,7 +37,11 @@ class OutgoingGroup:
         """Post a send and return its sequence number, which must reach the receiver. Raises ``GroupLost``."""
         with self._changed:
             group = self._require()
-            self._sends.append(group.send(payload, self._next))
+            try:
+                self._sends.append(group.send(payload, self._next))
+            except GroupLost as error:
+                self.discard(str(error))
+                raise
             self._next += 1
             self._changed.notify_all()
             return self._next - 1

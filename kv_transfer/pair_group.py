@@ -127,6 +127,7 @@ class PairGroup:
             own = listening_ports() - before
         # Either side may be the one that connects.
         self._store.set(f"ports/{rank}", ",".join(map(str, own)).encode())  # type: ignore[arg-type]
+        self._store.wait([f"ports/{self._peer}"], timedelta(seconds=RENDEZVOUS_SECONDS))
         theirs = bytes(self._store.get(f"ports/{self._peer}")).decode()
         self.ports = frozenset(own | {int(port) for port in theirs.split(",") if port})
         return gloo(self._store, rank, 2, options)

@@ -25,8 +25,9 @@ class EngineConfig:
     ``model`` is a local directory (config.json and safetensors) or a ``.gguf`` file. ``dtype`` is one of
     ``worker.dtype.DTYPES`` or ``auto`` (the checkpoint's own). ``kv_sharing`` is ``model`` (what the checkpoint
     declares), ``none``, ``every:N``, ``after:N`` or the path of a JSON file. Sizes of memory are bytes, times seconds.
-    ``block_size`` is the smallest of any KV cache group: those of hybrid models get multiples of it. Of a recurrent
-    state, one in ``state_checkpoint_blocks`` blocks of tokens is kept for prefix caching.
+    ``transport`` is how payloads travel between prefill and decode replicas. ``block_size`` is the smallest of any KV
+    cache group: those of hybrid models get multiples of it. Of a recurrent state, one in ``state_checkpoint_blocks``
+    blocks of tokens is kept for prefix caching.
     """
 
     model: str

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Every kernel once; the whole table takes minutes.
+PATTERN = "(write|transfer) bf16 8x128|attention bf16 128, group 4|^latents bf16|pointwise bf16 4096"
 INTERPRETED = Path(__file__).with_name("interpreted")
 
 
@@ -28,6 +30,30 @@ def run(*arguments: str, interpret: bool) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_table_chooses_by_device() -> None:
+    """A GPU that is there is pretended; nothing is launched."""
+    script = (
+        "import torch\n"
+        "from kernels import table\n"
+        "names = lambda device: [type(table.attention_backend(device)).__name__,\n"
+        "                        table.token_copies(device).__name__, table.pointwise(device).__name__]\n"
+        "print(*names(torch.device('cpu')), *names(torch.device('meta')))\n"
+        "torch.version.cuda = '13.0'\n"
+        "properties = type('Properties', (), {'major': 9, 'minor': 0, 'multi_processor_count': 132})\n"
+        "torch.cuda.get_device_properties = lambda device: properties\n"
+        "for capability in ((7, 5), (9, 0)):\n"
+        "    torch.cuda.get_device_capability = lambda device: capability\n"
+        "    print(*names(torch.device('cuda')))\n"
+    )
+    done = run("-c", script, interpret=False)
+    assert done.returncode == 0, done.stderr
+    plain = ["GatherAttention", "kernels.pages", "kernels.pointwise"]
+    here, old, new = (line.split() for line in done.stdout.splitlines())
+    assert here == plain * 2
+    assert old == plain
+    assert new == ["PagedAttention", "kernels.page_copies", "kernels.fused_pointwise"]
+
+
 @pytest.mark.parametrize("file", sorted(path.name for path in INTERPRETED.glob("check_*.py")))
 def test_kernels_equal_their_references_in_the_interpreter(file: str) -> None:
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED / file), interpret=True)
@@ -35,7 +61,7 @@ def test_kernels_equal_their_references_in_the_interpreter(file: str) -> None:
 
 
 def test_kernels_compile_for_a_gpu_without_spills() -> None:
-    done = run("-m", "kernels.compile", "bf16 (8x128|128, group 4)|latent", interpret=False)
+    done = run("-m", "kernels.compile", PATTERN, interpret=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 do not fit" in done.stdout
 

@@ -36,9 +36,7 @@ def payload_of(piece: Piece, epoch: int, layout: CacheLayout = ODD) -> bytes:
 
 def pieces_of(lacking: Sequence[SlotRange]) -> list[Piece]:
     """What is sent of each section: 12 and 36 bytes, then 12 times 1021 and 12 times 65537."""
-    return [
-        piece for index, slots in enumerate(lacking) for piece in plan_pieces(ODD, index, slots, MAX_PIECE_BYTES)
-    ]
+    return [piece for index, slots in enumerate(lacking) for piece in plan_pieces(ODD, index, slots, MAX_PIECE_BYTES)]
 
 
 class _Sender:

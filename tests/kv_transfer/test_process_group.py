@@ -1,5 +1,6 @@
 """Transfers over a process group, between two processes: odd sizes, interruptions, deaths, and the group after them."""
 
+import itertools
 import queue
 import signal
 import threading
@@ -19,6 +20,7 @@ from tests.kv_transfer.connection import MIB, SECONDS, TOKENS, NewPrefill, event
 from tests.kv_transfer.sending_process import ODD, SETTINGS, SendingProcess, payload_of, pieces_of
 
 EVERYTHING = [(0, len(TOKENS))]
+_numbers = itertools.count()
 
 
 class Receiving:
@@ -26,12 +28,13 @@ class Receiving:
 
     def __init__(self, address: str, staged: int = 64 * MIB) -> None:
         self.staging = StagingBudget(staged)
-        self.peer = PrefillPeer(address, ODD, "decode-1", self.staging, SETTINGS)
+        self._incarnation = f"decode-{next(_numbers)}"
+        self.peer = PrefillPeer(address, ODD, self._incarnation, self.staging, SETTINGS)
         self.events: queue.Queue[TransferEvent] = queue.Queue()
 
     def ask(self, name: str, epoch: int = 1, timeout: float = SECONDS) -> Transfer:
         request = prefill_request(name=name, epoch=epoch, lacking=EVERYTHING)
-        request.decode_incarnation = "decode-1"
+        request.decode_incarnation = self._incarnation
         return self.peer.open(request, self.events.put, timeout)
 
     def event(self, seconds: float = SECONDS) -> TransferEvent:
@@ -72,18 +75,36 @@ class Receiving:
 PIECES = pieces_of([SlotRange(0, len(TOKENS))])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sending() -> Iterator[SendingProcess]:
     with SendingProcess() as process:
         yield process
 
 
 @pytest.fixture
+def doomed() -> Iterator[SendingProcess]:
+    """A process that the test may kill."""
+    with SendingProcess() as process:
+        yield process
+
+
+@pytest.fixture
 def receiving(sending: SendingProcess) -> Iterator[Receiving]:
-    receiving = Receiving(sending.address)
+    yield from connected(sending)
+
+
+@pytest.fixture
+def bereaved(doomed: SendingProcess) -> Iterator[Receiving]:
+    """Receives from ``doomed``."""
+    yield from connected(doomed)
+
+
+def connected(process: SendingProcess) -> Iterator[Receiving]:
+    receiving = Receiving(process.address)
     receiving.peer.connect()
     yield receiving
     receiving.peer.close()
+    assert eventually(lambda: in_group_threads() == 0)
 
 
 def in_group_threads() -> int:
@@ -162,32 +183,32 @@ def test_cancelled_at_once_again_and_again(receiving: Receiving) -> None:
 
 @pytest.mark.parametrize("pieces", [0, 1, len(PIECES)])
 def test_a_sender_that_is_killed_ends_the_transfer_at_once(
-    sending: SendingProcess, receiving: Receiving, pieces: int
+    doomed: SendingProcess, bereaved: Receiving, pieces: int
 ) -> None:
-    receiving.ask(f"stalls-{pieces}")
+    bereaved.ask(f"stalls-{pieces}")
     for _ in range(min(pieces, 1)):
-        receiving.require_piece()
-    sending.signal(signal.SIGKILL)
-    while isinstance(event := receiving.event(seconds=5.0), PieceArrived):
-        receiving.staging.give_back(event.frame.payload.nbytes)
+        bereaved.require_piece()
+    doomed.signal(signal.SIGKILL)
+    while isinstance(event := bereaved.event(seconds=5.0), PieceArrived):
+        bereaved.staging.give_back(event.frame.payload.nbytes)
     assert event.end is None
-    assert eventually(lambda: receiving.staging.used == 0 and in_group_threads() == 0)
+    assert eventually(lambda: bereaved.staging.used == 0 and in_group_threads() == 0)
 
 
 def test_a_sender_that_hangs_ends_with_the_deadline(
-    sending: SendingProcess, receiving: Receiving, monkeypatch: pytest.MonkeyPatch
+    doomed: SendingProcess, bereaved: Receiving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incoming_group, "RECEIVE_SECONDS", 1.0)
-    sending.signal(signal.SIGSTOP)
-    receiving.ask("all", timeout=0.5)
-    ended = receiving.event(seconds=5.0)
+    doomed.signal(signal.SIGSTOP)
+    bereaved.ask("all", timeout=0.5)
+    ended = bereaved.event(seconds=5.0)
     assert isinstance(ended, TransferEnded)
     assert "DEADLINE_EXCEEDED" in ended.error
-    assert eventually(lambda: receiving.staging.used == 0 and in_group_threads() == 0)
+    assert eventually(lambda: bereaved.staging.used == 0 and in_group_threads() == 0)
     # It goes on as if nothing had been, with another group.
-    sending.signal(signal.SIGCONT)
-    succeed_eventually(receiving)
-    assert receiving.generation > 1
+    doomed.signal(signal.SIGCONT)
+    succeed_eventually(bereaved)
+    assert bereaved.generation > 1
 
 
 def test_a_lost_group_is_made_anew(sending: SendingProcess, receiving: Receiving) -> None:
@@ -206,13 +227,35 @@ def test_a_lost_group_is_made_anew(sending: SendingProcess, receiving: Receiving
     assert eventually(lambda: in_group_threads() == 1)
 
 
+def test_those_who_lose_a_group_do_not_take_the_next_one_from_others(receiving: Receiving) -> None:
+    for epoch in (1, 2):
+        receiving.ask("stalls-1", epoch)
+        receiving.require_piece()
+    receiving.lose_group()
+    receiving.ask("all", epoch=3)
+    ended: dict[int, bool] = {}
+    while len(ended) < 3:
+        event = receiving.event()
+        if isinstance(event, TransferEnded):
+            ended[event.epoch] = event.end is not None
+        else:
+            receiving.staging.give_back(event.frame.payload.nbytes)
+    assert ended == {1: False, 2: False, 3: True}
+    assert receiving.generation == 2
+
+
 def test_a_receiver_that_leaves_takes_its_group_along(sending: SendingProcess) -> None:
     receiving = Receiving(sending.address)
     receiving.peer.connect()
-    receiving.ask("stalls-1")
+    transfer = receiving.ask("stalls-1")
     receiving.require_piece()
-    assert sending.counts()[1] == 1
+    assert eventually(lambda: sending.counts()[1] == 1)
     receiving.peer.close()
+    # The engine may not know yet.
+    transfer.cancel()
+    ended = receiving.event(seconds=5.0)
+    assert isinstance(ended, TransferEnded)
+    assert ended.end is None
     assert eventually(lambda: sending.counts()[1] == 0 and in_group_threads() == 0)
 
 
@@ -233,7 +276,7 @@ def succeed_eventually(receiving: Receiving) -> None:
 
 def test_another_transport_is_refused_by_its_flag(prefill_grpc: str) -> None:
     receiving = Receiving(prefill_grpc)
-    with pytest.raises(HandshakeMismatch, match="transport: .*grpc.*--transport"):
+    with pytest.raises(HandshakeMismatch, match=r"transport: .*grpc.*--transport"):
         receiving.peer.connect()
     receiving.peer.close()
 

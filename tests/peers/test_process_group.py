@@ -13,9 +13,7 @@ from tests.tiny_families import FAMILIES
 
 
 @pytest.mark.parametrize("name", ["mistral_sliding", "gemma3n", "qwen3_next", "hymba"])
-def test_disaggregated(
-    name: str, engine_processes: EngineProcesses, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_disaggregated(name: str, engine_processes: EngineProcesses, tmp_path_factory: pytest.TempPathFactory) -> None:
     torch.set_num_threads(1)
     directory = FAMILIES[name].write(tmp_path_factory.mktemp(name))
     case = Case(name, directory, FAMILIES[name].load(directory))

@@ -17,7 +17,7 @@ SMALL = MappingProxyType(
     {(80, size, width): AttentionTile(16, 16, 4, 1) for size in (2, 4) for width in (64, 128, 256, 512)}
 )
 HUGE = Gpu(80, 10_000)
-EDGES = [1, 2, 15, 16, 17, 33, 64]
+EDGES = [1, 15, 16, 17, 48]
 
 
 def check(step: Step, *, window: int | None = None, sinks: int = 0, gpu: Gpu = HUGE) -> None:
@@ -40,7 +40,7 @@ def _splits_of_one_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "LEAST_TILES_PER_SPLIT", 1)
 
 
-@pytest.mark.parametrize(("block_size", "group"), [(1, 3), (3, 8), (16, 1), (16, 3)])
+@pytest.mark.parametrize(("block_size", "group"), [(1, 3), (3, 8), (16, 1)])
 def test_decodes_of_all_lengths_at_once(block_size: int, group: int) -> None:
     check(make_step([(1, context) for context in EDGES], (2, 2, block_size, 8), heads=2 * group, gap=5))
 

@@ -123,3 +123,14 @@ def test_mixture_equals_a_loop_over_rows(hidden: torch.Tensor, rows: int, gated:
             shared = shared / (1 + (-weights["mlp.shared_expert_gate.weight"] @ row).exp())
         expected.append(shared + sum(probabilities[e] / total * gated_mlp(row, f"experts.{e}") for e in best))
     torch.testing.assert_close(mixture(hidden), torch.stack(expected), atol=1e-4, rtol=1e-5)
+
+
+def test_a_gate_in_float32_tells_apart_what_bfloat16_cannot() -> None:
+    """Two experts whose scores differ by less than the model's dtype can hold."""
+    half = WeightFormat(torch.bfloat16, FORMAT.device)
+    layer = MixtureOfExperts(Experts(2, 2, 4, half), SoftmaxRouter(1, False), half, gate_dtype=torch.float32)
+    for slot in layer.slots("mlp"):
+        slot.destination.fill_(1.0)
+    layer.gate.weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 1e-4]]))
+    layer.experts.down[0] = 0.0
+    assert layer(torch.ones(1, 2, dtype=torch.bfloat16)).abs().min() > 0
