@@ -5,6 +5,7 @@ is gone. Each transfer is read on a thread of its own, which only checks frames 
 by the engine's thread.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,8 @@ from kv_transfer.piece_receiver import PieceReceiver, StreamReceiver
 from kv_transfer.staging import StagingBudget
 from kv_transfer.transfer import PieceArrived, Transfer, TransferEnded, TransferEvent
 from kv_transfer.wire import kv_transfer_pb2 as wire
+
+log = logging.getLogger(__name__)
 
 __all__ = ["PieceArrived", "PrefillPeer", "Transfer", "TransferEnded", "TransferEvent"]
 
@@ -140,6 +143,11 @@ class PrefillPeer:
             transfer.call.cancel()
             error = f"{self.address} sent something else than frames: {failure}"
         except GroupLost as failure:
+            transfer.call.cancel()
+            error = f"{self.address}: {failure}"
+        except Exception as failure:
+            # A bug of ours must not leave the request waiting for an end that nobody sends.
+            log.exception("reading a stream of %s failed", self.address)
             transfer.call.cancel()
             error = f"{self.address}: {failure}"
         ended = TransferEnded(transfer.request_id, transfer.epoch, end, error, busy)

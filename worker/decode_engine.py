@@ -106,6 +106,8 @@ class DecodeEngine:
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
         self._expire(now)
+        for ended in self._transfers.overdue(now) if self._transfers is not None else ():
+            self._end_transfer(ended, now)
         credit = self._transfers.credit(now) if self._transfers is not None else NO_PREFILL
         plan = self._scheduler.schedule(now, credit)
         self._runner.clear_blocks(plan.to_clear)

@@ -22,6 +22,9 @@ from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
 
+LATENESS = 5.0
+"""Seconds after its deadline by which a stream must have ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -119,6 +122,16 @@ class IncomingTransfers:
         if not complete and not event.busy:
             log.warning("transfer of %s failed: %s", event.request_id, event.error)
         return incoming
+
+    def overdue(self, now: float) -> list[TransferEnded]:
+        """Ends of transfers whose streams should have said long ago that they are over: nothing waits for ever."""
+        late = [incoming for incoming in self._live.values() if now > incoming.opened.deadline + LATENESS]
+        for incoming in late:
+            incoming.opened.transfer.cancel()
+        return [
+            TransferEnded(i.manifest.request_id, i.manifest.epoch, None, "its stream neither went on nor ended")
+            for i in late
+        ]
 
     def cancel(self, name: RequestId, now: float) -> None:
         """The request is gone; its prefill replicas are told, and late pieces will be dropped."""

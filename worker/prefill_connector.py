@@ -55,12 +55,13 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class OpenTransfer:
-    """A transfer and whom it comes from."""
+    """A transfer and whom it comes from. By its ``deadline``, in the engine's clock, its stream gives up by itself."""
 
     incarnation: str
     link: _Link
     tokens: int
     transfer: Transfer
+    deadline: float
 
 
 class PrefillConnector:
@@ -159,7 +160,7 @@ class PrefillConnector:
             transfer = link.peer.open(request, self._deliver, timeout)
             link.streams += 1
             link.outstanding_tokens += len(tokens)
-        return OpenTransfer(chosen, link, len(tokens), transfer)
+        return OpenTransfer(chosen, link, len(tokens), transfer, deadline=now + timeout)
 
     def closed(self, opened: OpenTransfer, outcome: Outcome, now: float) -> None:
         """Account for a transfer that ended.

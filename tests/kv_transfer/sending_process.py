@@ -1,7 +1,7 @@
 """A prefill replica without an engine, in a process of its own: a real server over process groups, payloads by formula.
 
-What it does with a job follows from the request's name: ``stalls-N`` sends N pieces and nothing more, ``waits`` nothing
-before another job comes, whose pieces it then sends in turn with its own; any other sends everything.
+What it does with a job follows from the request's name: ``stalls-N`` sends N pieces and nothing more, ``pair`` nothing
+before another one of that name comes, whose pieces it then sends in turn with its own; any other sends everything.
 """
 
 import subprocess
@@ -41,14 +41,18 @@ def pieces_of(lacking: Sequence[SlotRange]) -> list[Piece]:
 
 class _Sender:
     def __init__(self) -> None:
-        self._waiting: list[PrefillJob] = []
-        self.cancelled = 0
+        self._pair: list[PrefillJob] = []
+        self._lock = threading.Lock()
 
     def accept(self, job: PrefillJob) -> None:
-        if job.request_id == "waits":
-            self._waiting.append(job)
-            return
-        jobs, self._waiting = [*self._waiting, job], []
+        jobs = [job]
+        if job.request_id == "pair":
+            # Calls come in any order.
+            with self._lock:
+                self._pair.append(job)
+                if len(self._pair) < 2:
+                    return
+                jobs, self._pair = self._pair, []
         for turn in zip(*(self._frames(job) for job in jobs), strict=True):
             for job_in_turn, frame in zip(jobs, turn, strict=True):
                 if frame is not None:

@@ -123,8 +123,8 @@ def test_pieces_of_odd_sizes_arrive_to_the_byte(sending: SendingProcess, receivi
 
 
 def test_two_transfers_share_a_group_in_turn(receiving: Receiving) -> None:
-    receiving.ask("waits", epoch=1)
-    receiving.ask("all", epoch=2)
+    for epoch in (1, 2):
+        receiving.ask("pair", epoch)
     seen: dict[int, list[Piece]] = {1: [], 2: []}
     for _ in range(2 * len(PIECES)):
         event = receiving.event()

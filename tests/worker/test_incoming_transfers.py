@@ -64,6 +64,7 @@ class Transfer:
 class Opened:
     transfer: Transfer
     incarnation: str = "prefill-1"
+    deadline: float = NOW + 30.0
 
 
 @dataclass
@@ -269,3 +270,20 @@ def test_a_connector_that_refuses_leaves_nothing_behind() -> None:
     assert receiver.counters.stale_pieces == 1
     assert receiver.end(1) is None
     assert receiver.runner.written == []
+
+
+def test_a_stream_that_says_nothing_after_its_deadline_has_failed() -> None:
+    """Whatever became of its reader: the request goes elsewhere, and what still comes is stale."""
+    receiver = Receiver()
+    sequence = receiver.start(1, [5, 3, 8])
+    (opened,) = receiver.connector.opened
+    assert receiver.transfers.overdue(opened.deadline + 1.0) == []
+    (ended,) = receiver.transfers.overdue(opened.deadline + 6.0)
+    assert opened.transfer.cancelled
+    incoming = receiver.transfers.end(ended, NOW)
+    assert incoming is not None
+    assert (incoming.sequence, ended.end) == (sequence, None)
+    assert receiver.connector.closings == [(opened, Outcome.FAILED)]
+    assert receiver.transfers.overdue(opened.deadline + 7.0) == []
+    receiver.piece(1, Piece(0, 0, 1, 2, 4))
+    assert (receiver.counters.stale_pieces, receiver.end(1)) == (1, None)
