@@ -73,6 +73,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 1; \
 	fi; \
 	test -x $(PY) || { echo "creating $(VENV) with $$found"; $$found -m venv $(VENV); }
+	@echo "installing PyTorch, Ray and the rest, over 1 GB; pip says nothing for minutes while it unpacks"
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 

@@ -172,12 +172,16 @@ class ModelSummary:
         table = _table()
         for title in ("", "as configured", "without sharing"):
             table.add_column(title, justify="right" if title else "left", no_wrap=bool(title))
-        table.add_row("layers that own KV", f"{self.owner_layers} of {self.total_layers}", str(self.total_layers))
+        table.add_row(
+            "attention layers that own KV", f"{self.owner_layers} of {self.total_layers}", str(self.total_layers)
+        )
         table.add_row("bytes per token", f"{self.bytes_per_token:,}", f"{self.bytes_per_token_unshared:,}")
         table.add_row("state bytes per request", *[f"{self.state_bytes_per_request:,}"] * 2)
         blocks = "blocks" if len(self.groups) > 1 else f"blocks of {self.block_size} tokens"
         table.add_row(f"{blocks} in {self.memory_bytes:,} B", f"{self.num_blocks:,}", f"{self.num_blocks_unshared:,}")
-        table.add_row("tokens of one request in them", f"{self.cache_tokens:,}", f"{self.cache_tokens_unshared:,}")
+        table.add_row(
+            "tokens, if one request had them all", f"{self.cache_tokens:,}", f"{self.cache_tokens_unshared:,}"
+        )
         table.add_row(
             f"requests of {self.request_tokens:,} tokens in them", f"{self.requests:,}", f"{self.requests_unshared:,}"
         )

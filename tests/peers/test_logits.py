@@ -14,6 +14,7 @@ from tests.peers.reference import Reference
 from tests.tiny_checkpoints import VOCAB_SIZE, Architecture, write_tiny
 from worker.config import EngineConfig, Role
 from worker.kv_cache.block_pool import BlockId
+from worker.kv_cache.block_table import BlockTable
 from worker.model_runner import ModelRunner
 from worker.sampling_params import SamplingParams
 from worker.scheduler import ScheduledRows
@@ -43,8 +44,9 @@ def engine_logits(
     runner = ModelRunner(EngineConfig(str(checkpoint), Role.COLOCATED, **settings), fill=SENTINEL_BYTE)
     needed = -(-len(tokens) // settings.get("block_size", 16))
     blocks = torch.randperm(runner.num_blocks, generator=torch.Generator().manual_seed(1))[:needed].tolist()
+    table = BlockTable([*map(BlockId, blocks)])
     sequence = EngineSequence(
-        RequestId("r"), 0, list(tokens), len(tokens), SamplingParams(), "", 0.0, 0.0, blocks=[*map(BlockId, blocks)]
+        RequestId("r"), 0, list(tokens), len(tokens), SamplingParams(), "", 0.0, 0.0, tables=[table]
     )
     rows = []
     first = 0
