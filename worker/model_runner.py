@@ -6,7 +6,7 @@ from the engine's thread only, which makes that thread the one writer of the pag
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +59,17 @@ class ModelRunner:
             max_model_len=longest,
             headless=config.role is Role.PREFILL,
         )
-        self.model = model_config.build(context)
-        self._layers = self.model.cached_layers
-        self.cache = plan_cache(self._layers, config.block_size)
+        # Planned before anything is allocated: tables of positions need not be longer than what the cache can hold.
+        described = _without_memory(context)
+        self.cache = plan_cache(model_config.build(described).cached_layers, config.block_size)
         self.num_blocks = self.cache.count_blocks(config.kv_cache_memory)
         self.max_model_len = self._fitting_context(config, longest)
+        self.model = model_config.build(replace(context, max_model_len=self.max_model_len))
+        self._layers = self.model.cached_layers
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
-        known_names = [slot.name for slot in model_config.build(_described(context)).slots()]
+        # The complete, unshared model knows every tensor that a checkpoint may hold.
+        whole = model_config.build(replace(described, sharing=NoSharing(), headless=False))
+        known_names = [slot.name for slot in whole.slots()]
         load_weights(self.model, checkpoint, known_names, model_config.architecture.unserved)
         self.buffers = allocate_kv_cache_tensors(self.cache, self.num_blocks, self.device, fill)
         self.kv_caches = reshape_kv_cache_tensors(self.buffers, self.cache, self._layers, self.num_blocks)
@@ -239,12 +243,6 @@ def _tokens(part: torch.Tensor, region: TokenRegion) -> torch.Tensor:
     return part.view(region.dtype).view(region.parts, region.kv_heads, -1, region.head_dim)
 
 
-def _described(context: ModelContext) -> ModelContext:
-    """The complete, unshared model, without memory: it knows every tensor that a checkpoint may hold."""
-    return ModelContext(
-        weights=WeightFormat(context.weights.dtype, torch.device("meta")),
-        cache=context.cache,
-        backend=context.backend,
-        sharing=NoSharing(),
-        max_model_len=2,
-    )
+def _without_memory(context: ModelContext) -> ModelContext:
+    """The same model, only to be described."""
+    return replace(context, weights=WeightFormat(context.weights.dtype, torch.device("meta")), max_model_len=2)

@@ -4,9 +4,12 @@ Layers allocate their (often fused) weights when the model is built; loading the
 straight into its part of them. ``Slot`` is that pair; the loader consumes the slots of a whole model.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+MAX_ELEMENTS = 1 << 46
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,9 @@ class WeightFormat:
     device: torch.device
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """A weight to be loaded."""
+        """A weight to be loaded. Raises ``ValueError`` for a size that no machine could hold."""
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise ValueError(f"a weight of {' × '.join(map(str, shape))} numbers: check the sizes in config.json")
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def rounded(self, value: float) -> float:

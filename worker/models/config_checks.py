@@ -6,6 +6,7 @@ that the architecture's configuration class always has, unless they say otherwis
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 from transformers import PretrainedConfig
 
@@ -24,19 +25,19 @@ def require_sizes(config: PretrainedConfig, *fields: str) -> None:
     """Raise unless every field is a whole number from 1 to 2³¹ − 1."""
     for field in fields:
         value = getattr(config, field)
-        if not (isinstance(value, int) and 0 < value <= MAX_SIZE):
+        if not (type(value) is int and 0 < value <= MAX_SIZE):
             raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from 1 to {MAX_SIZE}")
 
 
 def require_positive(field: str, value: object) -> None:
     """Raise unless a setting is a positive finite number."""
-    if not (isinstance(value, int | float) and 0 < value < math.inf):
+    if not (type(value) in (int, float) and 0 < cast("float", value) < math.inf):
         raise UnsupportedModel(f"config.json: {field} is {value!r}, not a positive finite number")
 
 
 def require_head_dim(field: str, value: object) -> None:
     """Raise unless a head's size is a positive even number."""
-    if not (isinstance(value, int) and 0 < value <= MAX_HEAD_DIM and value % 2 == 0):
+    if not (type(value) is int and 0 < value <= MAX_HEAD_DIM and value % 2 == 0):
         raise UnsupportedModel(f"config.json: {field} is {value!r}, not an even number from 2 to {MAX_HEAD_DIM}")
 
 

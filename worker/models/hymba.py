@@ -101,6 +101,9 @@ class HymbaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers has n
         super().__post_init__(**kwargs)
 
 
+MAX_META_TOKENS = 1 << 16
+
+
 def check_hymba(config: PretrainedConfig) -> None:
     """Raise ``UnsupportedModel`` for sizes that make no sense and for what the published code can but we cannot."""
     require_sizes(
@@ -114,6 +117,10 @@ def check_hymba(config: PretrainedConfig) -> None:
         "mamba_expand",
         "mamba_dt_rank",
     )
+    if config.num_memory_tokens > MAX_META_TOKENS:
+        raise UnsupportedModel(
+            f"config.json: num_memory_tokens is {config.num_memory_tokens}, more than {MAX_META_TOKENS}"
+        )
     require_multiple(config, "hidden_size", "num_attention_heads")
     require_multiple(config, "num_attention_heads", "num_key_value_heads")
     head_dim = config.hidden_size // config.num_attention_heads
@@ -136,7 +143,7 @@ def check_hymba(config: PretrainedConfig) -> None:
     require_setting(config, "hidden_act", "silu")
     require_setting(config, "mlp_hidden_act", "silu")
     require_setting(config, "num_experts", 1)
-    if config.layer_type is not None and set(config.layer_type) != {"h"}:
+    if config.layer_type not in (None, ["h"] * config.num_hidden_layers):
         raise UnsupportedModel(f"config.json: layer_type is {config.layer_type!r}; supported: 'h' for every layer")
     if config.sliding_window is not None:
         require_sizes(config, "sliding_window")

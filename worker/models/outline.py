@@ -89,6 +89,6 @@ def _read(path: Path) -> tuple[Mapping[str, object], str]:
     """The configuration and the dtype that it names."""
     content = read_json_object(path if path.suffix == ".json" else path / "config.json")
     dtype = content.get("dtype", content.get("torch_dtype")) or "bfloat16"
-    if dtype not in SERVED_DTYPES:
+    if not (isinstance(dtype, str) and dtype in SERVED_DTYPES):
         raise UnsupportedModel(f"{path}: dtype {dtype!r} is not supported; choose --dtype {', '.join(SERVED_DTYPES)}")
     return content, str(dtype)

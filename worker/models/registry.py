@@ -10,7 +10,7 @@ from typing import cast
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from worker.models.config_checks import UnsupportedModel, check_plain_decoder
+from worker.models.config_checks import MAX_SIZE, UnsupportedModel, check_plain_decoder
 from worker.models.deepseek_v2 import DeepseekV2, check_deepseek_v2
 from worker.models.deepseek_v3 import PREDICTION_LAYERS, DeepseekV3, check_deepseek_v3
 from worker.models.deepseek_v32 import DeepseekV32, check_deepseek_v32
@@ -116,8 +116,17 @@ class ModelConfig:
     config: PretrainedConfig
 
     def build(self, context: ModelContext) -> Model:
-        """Build the model, weights allocated but not loaded."""
-        return self.architecture.model(self.config, context)
+        """Build the model, weights allocated but not loaded.
+
+        On the ``meta`` device nothing can go wrong but the configuration: raises ``UnsupportedModel`` for a value whose
+        kind nobody checked.
+        """
+        if context.weights.device.type != "meta":
+            return self.architecture.model(self.config, context)
+        try:
+            return self.architecture.model(self.config, context)
+        except (TypeError, ArithmeticError, RuntimeError, MemoryError) as error:
+            raise UnsupportedModel(f"no {self.name} can be built from this config.json: {error}") from error
 
     @property
     def prefix_tokens(self) -> tuple[int, ...]:
@@ -131,7 +140,7 @@ class ModelConfig:
         rope = self.config.rope_parameters
         if rope.get("rope_type") == "dynamic":
             # There the field is the trained length, beyond which the frequencies begin to stretch.
-            limit = int(limit * rope["factor"])
+            limit = int(min(limit * rope["factor"], MAX_SIZE))
         return limit
 
     def choose_context(self, wanted: int | None) -> int:
@@ -154,12 +163,10 @@ def parse_config(content: Mapping[str, object]) -> ModelConfig:
     name = _architecture(content)
     architecture = ARCHITECTURES[name]
     text = content.get("text_config") if architecture.text_part else content
-    layers = cast("Mapping[str, object]", text).get("num_hidden_layers") if isinstance(text, Mapping) else None
-    if layers is not None and not (isinstance(layers, int) and 0 < layers <= MAX_LAYERS):
-        # Before transformers sees it, which makes lists of that length.
-        raise UnsupportedModel(
-            f"config.json: num_hidden_layers is {layers!r}, not a whole number from 1 to {MAX_LAYERS}"
-        )
+    if isinstance(text, Mapping):
+        # Before transformers sees them, which makes lists of that length.
+        _require_count(text, "num_hidden_layers", 1)
+        _require_count(text, "first_k_dense_replace", 0)
     try:
         config_class = architecture.config_class or CONFIG_MAPPING[content.get("model_type")]
         config = config_class.from_dict(dict(content))
@@ -175,8 +182,18 @@ def parse_config(content: Mapping[str, object]) -> ModelConfig:
             "quantization_config is set: quantized safetensors checkpoints are not supported; use "
             "an unquantized checkpoint or a GGUF file"
         )
-    architecture.check(config)
+    try:
+        architecture.check(config)
+    except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
+        raise UnsupportedModel(f"config.json of {name} has a value of the wrong kind: {error}") from error
     return ModelConfig(name, architecture, config)
+
+
+def _require_count(content: Mapping[str, object], field: str, least: int) -> None:
+    """Raise unless a number of layers, if it is given, is one."""
+    value = content.get(field, least)
+    if not (type(value) is int and least <= value <= MAX_LAYERS):
+        raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from {least} to {MAX_LAYERS}")
 
 
 def _architecture(content: Mapping[str, object]) -> str:

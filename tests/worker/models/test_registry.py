@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.releases import HUNYUAN_LARGE, HYMBA_1_5B, QWEN3_NEXT_80B
 from tests.tiny_checkpoints import write_tiny
 from worker.kv_cache.specs import EveryToken, LastTokens, Retention
 from worker.models.config_checks import UnsupportedModel
@@ -39,6 +40,10 @@ MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistr
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"first_k_dense_replace": -300_000_000}, "first_k_dense_replace is -300000000"),
+        ({"vocab_size": True}, "vocab_size.*True"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings"),
         ({"head_dim": 0}, "head_dim"),
         ({"head_dim": 15}, "head_dim"),
@@ -136,3 +141,37 @@ def test_a_configuration_alone_is_enough(tmp_path: Path) -> None:
     file.write_text(json.dumps(QWEN3))
     described = outline_model(file, kv_sharing="every:2", dtype="bfloat16", block_size=16)
     assert [layer.kv_sharing_target_layer_name is None for layer in described.layers] == [True, False, True, False]
+
+
+def test_a_context_that_no_number_can_state_is_the_longest_that_can_be() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1e308}
+    assert parse_config(QWEN3 | {"rope_parameters": rope}).longest_context == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (HYMBA_1_5B, {"layer_type": 5}),
+        (HYMBA_1_5B, {"num_memory_tokens": 100_000_000}),
+        (HYMBA_1_5B, {"mamba_dt_rank": True}),
+        (HUNYUAN_LARGE, {"moe_layer_num_skipped": "x"}),
+        (QWEN3_NEXT_80B, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e308}}),
+        (QWEN3_NEXT_80B, {"num_experts": 2**40}),
+        (MISTRAL, {"hidden_size": 2**31 - 2, "intermediate_size": 2**31 - 1}),
+    ],
+)
+def test_values_of_a_wrong_kind_or_size_are_one_error_each(
+    config: dict[str, object], change: dict[str, object], tmp_path: Path
+) -> None:
+    """Whatever nobody thought of checking: no traceback, no gigabytes."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=r"config\.json"):
+        outline_model(path, kv_sharing="model", dtype="bfloat16", block_size=16)
+
+
+def test_a_list_as_dtype_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3 | {"dtype": ["float32"]}))
+    with pytest.raises(UnsupportedModel, match="dtype"):
+        outline_model(path, kv_sharing="model", dtype="auto", block_size=16)
