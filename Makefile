@@ -13,12 +13,13 @@ TEST_WORKERS ?= 2
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test lint bench-transfer compile-kernels proto check-proto clean
+.PHONY: help demo serve test test-deployed lint bench-transfer compile-kernels proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
 	@echo "make serve        leave a server up (MODEL=$(MODEL); settings from CROSSKV_* variables)"
 	@echo "make test         linters, types, generated stubs, tests"
+	@echo "make test-deployed  ray job submit and serve deploy on a Ray cluster of its own; not part of make test"
 	@echo "make lint         only linters and types"
 	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
 	@echo "make compile-kernels  every Triton kernel for sm_80 and sm_90: registers, shared memory, spills (minutes)"
@@ -32,7 +33,11 @@ serve: $(STAMP)
 	$(PY) -m cluster.cli serve $(MODEL)
 
 test: lint check-proto
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --ignore tests/k8s/deployed
+
+# A Ray cluster of its own, applications and jobs that come to it. Minutes, on a machine with nothing else to do.
+test-deployed: $(DEV)
+	$(PY) -m pytest tests/k8s/deployed
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .

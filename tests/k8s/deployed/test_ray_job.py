@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.ports import free_port
-from tests.k8s.conftest import RayHead, answers, complete, until
+from tests.k8s.deployed.conftest import RayHead, answers, complete, until
 from tests.k8s.kubectl import REPOSITORY
 
 pytestmark = pytest.mark.timeout(900)

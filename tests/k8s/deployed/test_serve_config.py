@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cluster.ports import free_port
-from tests.k8s.conftest import RayHead, answers, complete, until
+from tests.k8s.deployed.conftest import RayHead, answers, complete, until
 from tests.k8s.kubectl import K8S
 
 pytestmark = pytest.mark.timeout(600)
