@@ -9,7 +9,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 DEV := $(VENV)/installed-dev
 MODEL ?= smollm2
-TEST_WORKERS ?= 2
+# More than one shortens the suite on a machine with more than two cores.
+TEST_WORKERS ?= 0
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
