@@ -9,21 +9,26 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 DEV := $(VENV)/installed-dev
 MODEL ?= smollm2
-# More than one shortens the suite on a machine with more than two cores.
-TEST_WORKERS ?= 0
+# For tests that need no replicas. Those that do run one after another: on few cores they would starve each other.
+TEST_WORKERS ?= 2
+ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/scale_out
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-deployed lint bench-transfer compile-kernels proto check-proto clean
+.PHONY: help demo serve test test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill compile-kernels proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
 	@echo "make serve        leave a server up (MODEL=$(MODEL); settings from CROSSKV_* variables)"
 	@echo "make test         linters, types, generated stubs, tests"
 	@echo "make test-deployed  ray job submit and serve deploy on a Ray cluster of its own; not part of make test"
+	@echo "make test-scale-out  replicas on two Ray nodes with networks of their own; needs root; not part of make test"
+	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, both transports; make test has some of them"
 	@echo "make lint         only linters and types"
 	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
+	@echo "make bench-headless-prefill  prefill of 2,000 tokens without the layers that nothing later depends on"
 	@echo "make compile-kernels  every Triton kernel for sm_80 and sm_90: registers, shared memory, spills (minutes)"
+	@echo "make bench-overlap  how much of a transfer over 1 Gbit/s is hidden behind computation; needs root"
 	@echo "make proto        generate the stubs anew from proto/"
 	@echo "make clean        remove .venv and everything generated"
 
@@ -34,11 +39,21 @@ serve: $(STAMP)
 	$(PY) -m cluster.cli serve $(MODEL)
 
 test: lint check-proto
-	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --ignore tests/k8s/deployed
+	$(PY) -m pytest -m replicas $(ELSEWHERE)
+	$(PY) -m pytest -m "not replicas" -n $(TEST_WORKERS) --dist loadgroup $(ELSEWHERE)
 
 # A Ray cluster of its own, applications and jobs that come to it. Minutes, on a machine with nothing else to do.
 test-deployed: $(DEV)
 	$(PY) -m pytest tests/k8s/deployed
+
+# A Ray cluster of two nodes in namespaces. Minutes.
+test-scale-out: $(DEV)
+	$(PY) -m pytest tests/scale_out
+
+# Every pair of tensor-parallel sizes over both transports. About half an hour on two cores.
+test-tensor-parallel: $(DEV)
+	CROSSKV_EVERY_PAIR=1 $(PY) -m pytest tests/peers/test_tensor_parallel.py tests/peers/test_smollm2.py \
+	  tests/cluster/system/test_tensor_parallel.py -k "not float64"
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
@@ -47,6 +62,13 @@ lint: $(DEV)
 
 bench-transfer: $(STAMP)
 	$(PY) -m benchmarks.transfer
+
+bench-headless-prefill: $(STAMP)
+	$(PY) -m benchmarks.headless_prefill
+
+# Needs root, for network namespaces and tc.
+bench-overlap: $(DEV)
+	$(PY) -m benchmarks.overlap
 
 compile-kernels: $(DEV)
 	$(PY) -m kernels.compile
@@ -64,6 +86,7 @@ check-proto: $(DEV)
 # Stubs lie in the package that speaks the contract, and import each other by that package's name.
 define generate
 	$(PROTOC) -I worker/wire=proto worker/wire/engine.proto --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1)
+	$(PROTOC) -I worker/wire=proto worker/wire/ranks.proto --python_out=$(1) --pyi_out=$(1)
 	$(PROTOC) -I kv_transfer/wire=proto kv_transfer/wire/kv_transfer.proto --python_out=$(1) --pyi_out=$(1)
 endef
 

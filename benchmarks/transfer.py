@@ -2,11 +2,14 @@
 
     make bench-transfer
 
-One process gathers pieces out of pages and sends them, the other scatters them into its own pages: the steps of a
-transfer, without a model. Payloads of 1, 16 and 64 MiB of SmolLM2-135M's shape in bfloat16. The raw copy is a socket
-that is read into memory that is there, in chunks as large as the pieces. Gather and scatter alone, in one process and
-with nothing on the wire, say how much of the time is not the transport's. The ways take turns, once each in every
-round; every figure is the median of the rounds. Prints a table and writes ``bench-results/transfer.json``.
+One process gathers pieces out of pages and sends them, the other scatters them into its own: a rank's side of a
+transfer on each end, with all its checks, but no model is computed. Payloads of 1, 16 and 64 MiB of SmolLM2-135M's
+shape in bfloat16. The raw copy is a socket that is read into memory that is there, in chunks as large as the pieces.
+
+The same transfers' parts say what limits: gather and scatter alone, each in one process, and the wire alone, where the
+sender has its pieces ready and the receiver drops them. The ways take turns, once each in every round; every figure is
+the median of the rounds. CPU is what all threads of both processes use: two cores have 2 s of it in a second. Prints a
+table and writes ``bench-results/transfer.json``.
 """
 
 import json
@@ -14,112 +17,168 @@ import multiprocessing
 import os
 import platform
 import queue
+import resource
 import socket
 import statistics
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
-from kernels.pages import IntArray, gather_tokens, scatter_tokens
+from kernels.pages import IntArray
 from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.group_sender import GroupSender
-from kv_transfer.layout import CacheLayout, Lifetime, OwnerLayer, Piece, Section, SlotRange
+from kv_transfer.layout import Piece, SlotRange
 from kv_transfer.pair_group import GroupSettings
-from kv_transfer.plan import plan_pieces
-from kv_transfer.prefill_peer import PrefillPeer
-from kv_transfer.prefill_server import PrefillJob, PrefillServer
+from kv_transfer.plan import plan_pieces, whole_section
+from kv_transfer.prefill_server import PrefillJob, PrefillServer, RankStream
+from kv_transfer.rank_pair import ONLY_PAIR, PairLayout, pair_layout
 from kv_transfer.staging import StagingBudget
 from kv_transfer.transfer import PieceArrived, TransferEvent
 from kv_transfer.transport import Transport
-from kv_transfer.wire import kv_transfer_pb2 as wire
+from worker.config import EngineConfig, Role
+from worker.heap import keep_freed_memory
+from worker.incoming_transfers import IncomingTransfers, RankReceived
+from worker.model_runner import ModelRunner
+from worker.outgoing_transfers import OutgoingTransfers
+from worker.prefill_peers import PrefillPeers
+from worker.ranks.commands import ConnectPeer, OpenIncoming, OpenOutgoing, SendComputed, Summary
 
 MIB = 1 << 20
 SIZES = (MIB, 16 * MIB, 64 * MIB)
-ROUNDS = 5
-PIECE_BYTES = 4 * MIB
+ROUNDS = 7
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 30, 3, 64, 16
-SHAPE = (2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
-LAYOUT = CacheLayout(
-    fingerprint="benchmark",
-    kv_dtype="bfloat16",
-    sections=(
-        Section(
-            Lifetime.EVERY_TOKEN,
-            0,
-            0,
-            tuple(OwnerLayer(f"layers.{i}", KV_HEADS, TOKEN_BYTES, 0) for i in range(LAYERS)),
-        ),
-    ),
-    sharing_digest="",
-    sharing_layers=0,
-)
+TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
+SECONDS = 120.0
 SETTINGS = GroupSettings("127.0.0.1", torch.device("cpu"))
 RAW, GATHER, SCATTER = "raw TCP", "gather", "scatter"
 TARGETS = {Transport.GRPC.value: 0.8, Transport.TORCH.value: 0.9}
+READY = "ready"
+"""As a request's cache salt: the sender is to send pieces that it has gathered before."""
 
 
 def tokens_of(size: int) -> int:
     """As many as have about ``size`` bytes in all layers."""
-    return round(size / (LAYERS * TOKEN_BYTES))
+    return round(size / TOKEN_BYTES)
 
 
-class Pages:
-    """KV memory of every layer and a table whose blocks lie in no order."""
+def write_checkpoint(directory: Path) -> None:
+    """A model whose KV is SmolLM2-135M's and whose weights, which nobody uses, are next to nothing."""
+    hidden, heads = 6, KV_HEADS * HEAD_DIM
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": hidden,
+        "intermediate_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": KV_HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 2 * tokens_of(max(SIZES)),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 1,
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (8, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (hidden,),
+                "post_attention_layernorm": (hidden,),
+                "self_attn.q_proj": (heads, hidden),
+                "self_attn.k_proj": (heads, hidden),
+                "self_attn.v_proj": (heads, hidden),
+                "self_attn.o_proj": (hidden, heads),
+                "mlp.gate_proj": (hidden, hidden),
+                "mlp.up_proj": (hidden, hidden),
+                "mlp.down_proj": (hidden, hidden),
+            }.items()
+        }
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({n: torch.zeros(s, dtype=torch.bfloat16) for n, s in shapes.items()}, directory / "model.safetensors")
 
-    def __init__(self, seed: int) -> None:
-        blocks = tokens_of(max(SIZES)) // BLOCK_SIZE + 1
-        generator = torch.Generator().manual_seed(seed)
-        self.caches = [torch.randn(blocks, *SHAPE, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
-        self.table: IntArray = np.random.default_rng(seed).permutation(blocks)
+
+class Rank:
+    """A rank's pages, and a sequence as long as the largest payload whose blocks lie in no order."""
+
+    def __init__(self, checkpoint: Path, role: Role, seed: int) -> None:
+        memory = (tokens_of(max(SIZES)) + 2 * BLOCK_SIZE) * TOKEN_BYTES
+        self.config = EngineConfig(
+            model=str(checkpoint),
+            role=role,
+            dtype="bfloat16",
+            device="cpu",
+            block_size=BLOCK_SIZE,
+            kv_cache_memory=memory,
+        )
+        self.runner = ModelRunner(self.config)
+        self.tables: tuple[IntArray, ...] = (np.random.default_rng(seed).permutation(self.runner.num_blocks),)
+        self.passing: PairLayout = pair_layout(self.runner.layout, ONLY_PAIR)
+
+    def pieces(self, slots: SlotRange) -> Iterator[Piece]:
+        layout = self.runner.layout
+        return plan_pieces(layout, whole_section(layout, 0, slots), self.config.max_piece_bytes)
 
     def gather(self, piece: Piece) -> memoryview:
-        packed = torch.empty(piece.payload_bytes(LAYOUT), dtype=torch.uint8)
-        gather_tokens(*self._arguments(piece, packed))
-        return memoryview(packed.numpy())
+        return self.runner.read_piece(self.passing, piece, self.tables)
 
     def scatter(self, piece: Piece, payload: memoryview) -> None:
-        scatter_tokens(*self._arguments(piece, torch.frombuffer(payload, dtype=torch.uint8)))
-
-    def _arguments(
-        self, piece: Piece, packed: torch.Tensor
-    ) -> tuple[list[torch.Tensor], IntArray, int, int, list[torch.Tensor]]:
-        parts = packed.view(torch.bfloat16).view(piece.layer_end - piece.layer_begin, 2, KV_HEADS, -1, HEAD_DIM)
-        layers = self.caches[piece.layer_begin : piece.layer_end]
-        return layers, self.table, piece.slot_begin, piece.slot_end, list(parts)
+        self.runner.write_piece(self.passing, piece, self.tables, payload)
 
 
 # The sending process
 
 
-def gather_jobs(jobs: "queue.SimpleQueue[PrefillJob]") -> None:
+def serve_jobs(rank: Rank, jobs: "queue.SimpleQueue[PrefillJob | RankStream]") -> None:
     """The engine's thread: packs pieces while earlier ones are on their way."""
-    pages = Pages(seed=1)
+    config = rank.config
+    outgoing = OutgoingTransfers(
+        rank.runner, 0, 1, min_piece_bytes=config.min_piece_bytes, max_piece_bytes=config.max_piece_bytes
+    )
+    ready: dict[SlotRange, list[PieceFrame]] = {}
     with torch.inference_mode():
         while True:
             job = jobs.get()
-            pieces = list(plan_pieces(LAYOUT, 0, job.lacking[0], PIECE_BYTES))
-            for piece in pieces:
-                job.stream.put(PieceFrame(job.epoch, piece, pages.gather(piece)))
-            job.stream.put(EndFrame(job.epoch, 0, len(pieces), 0, 0.0, 0.0))
+            assert isinstance(job, PrefillJob), "neither side is split"
+            (slots,) = job.lacking
+            if job.cache_salt == READY:
+                if slots not in ready:
+                    ready[slots] = [PieceFrame(0, piece, rank.gather(piece)) for piece in rank.pieces(slots)]
+                for frame in ready[slots]:
+                    job.stream.put(replace(frame, epoch=job.name.epoch))
+                job.stream.put(EndFrame(job.name.epoch, 0, len(ready[slots]), 0, 0.0, 0.0))
+            else:
+                outgoing.attach(RankStream(job.name, 0, job.stream))
+                outgoing.open(OpenOutgoing(job.name, 1, slots.end + 1, job.lacking, SECONDS))
+                outgoing.send(SendComputed(job.name, slots.end, rank.tables, Summary(0, 0.0, 0.0)))
 
 
-def send(connection: Connection) -> None:
-    """Serve all three ways until the parent hangs up."""
+def send(connection: Connection, checkpoint: Path) -> None:
+    """Serve all ways until the parent hangs up."""
+    keep_freed_memory()
     torch.set_num_threads(1)
-    jobs: queue.SimpleQueue[PrefillJob] = queue.SimpleQueue()
-    threading.Thread(target=gather_jobs, args=(jobs,), daemon=True).start()
+    rank = Rank(checkpoint, Role.PREFILL, seed=1)
+    jobs: queue.SimpleQueue[PrefillJob | RankStream] = queue.SimpleQueue()
+    threading.Thread(target=serve_jobs, args=(rank, jobs), daemon=True).start()
+    layout = rank.runner.layout
     servers = {
-        Transport.GRPC: PrefillServer(LAYOUT, "prefill", 1, jobs.put, host="127.0.0.1"),
-        Transport.TORCH: PrefillServer(LAYOUT, "prefill", 1, jobs.put, host="127.0.0.1", sender=GroupSender(SETTINGS)),
+        Transport.GRPC: PrefillServer(layout, "prefill", 1, jobs.put, host="127.0.0.1"),
+        Transport.TORCH: PrefillServer(layout, "prefill", 1, jobs.put, host="127.0.0.1", sender=GroupSender(SETTINGS)),
     }
     for server in servers.values():
         server.start()
@@ -127,123 +186,184 @@ def send(connection: Connection) -> None:
     connection.send(({name: server.port for name, server in servers.items()}, listener.getsockname()[1]))
     raw, _ = listener.accept()
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    memory = memoryview(bytearray(max(SIZES)))
+    threading.Thread(target=tell_cpu_seconds, args=(connection,), daemon=True).start()
+    memory, chunk = memoryview(bytearray(max(SIZES) + MIB)), rank.config.max_piece_bytes
     while len(request := raw.recv(8, socket.MSG_WAITALL)) == 8:
         size = int.from_bytes(request, "little")
-        for begin in range(0, size, PIECE_BYTES):
-            raw.sendall(memory[begin : min(size, begin + PIECE_BYTES)])
+        for begin in range(0, size, chunk):
+            raw.sendall(memory[begin : min(size, begin + chunk)])
     os._exit(0)
+
+
+def tell_cpu_seconds(connection: Connection) -> None:
+    """Answer every message with what this process has used."""
+    while True:
+        connection.recv()
+        connection.send(cpu_seconds())
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 # The receiving process
 
 
-def receive_raw(raw: socket.socket, memory: memoryview, size: int) -> float:
-    begin = time.perf_counter()
-    raw.sendall(size.to_bytes(8, "little"))
-    for at in range(0, size, PIECE_BYTES):
-        chunk = memory[at : min(size, at + PIECE_BYTES)]
-        while len(chunk):
-            chunk = chunk[raw.recv_into(chunk) :]
-    return time.perf_counter() - begin
-
-
-def time_gather(pages: Pages, size: int) -> float:
-    begin = time.perf_counter()
-    for piece in plan_pieces(LAYOUT, 0, SlotRange(0, tokens_of(size)), PIECE_BYTES):
-        pages.gather(piece)
-    return time.perf_counter() - begin
-
-
-def time_scatter(pages: Pages, memory: memoryview, size: int) -> float:
-    begin = time.perf_counter()
-    for piece in plan_pieces(LAYOUT, 0, SlotRange(0, tokens_of(size)), PIECE_BYTES):
-        pages.scatter(piece, memory[: piece.payload_bytes(LAYOUT)])
-    return time.perf_counter() - begin
-
-
 class Receiver:
-    """One transport: asks for tokens, scatters what comes, on one thread as an engine does."""
+    """One transport: asks for tokens and takes what comes, on one thread as an engine does."""
 
-    def __init__(self, transport: Transport, port: int, pages: Pages) -> None:
-        self._pages = pages
-        self._staging = StagingBudget(64 * MIB)
+    def __init__(self, transport: Transport, port: int, rank: Rank) -> None:
+        self._tables = rank.tables
+        self._staging = StagingBudget(rank.config.max_staged_bytes)
         self._events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
         group = SETTINGS if transport is Transport.TORCH else None
-        self._peer = PrefillPeer(f"127.0.0.1:{port}", LAYOUT, "decode", self._staging, group)
-        self._peer.connect()
+        self._peers = PrefillPeers(rank.runner.layout, "decode", self._staging, self._events.put, group=group)
+        self._peers.connect(ConnectPeer("prefill", (f"127.0.0.1:{port}",)))
+        self._incoming = IncomingTransfers(rank.runner, self._peers, self._staging)
+        self._received: list[RankReceived] = []
+        self._incoming.report_to(self._received.append)
         self._epoch = 0
 
-    def receive(self, size: int) -> float:
-        self._epoch += 1
-        slots = SlotRange(0, tokens_of(size))
-        begin = time.perf_counter()
-        request = wire.PrefillRequest(
-            request_id="request",
-            epoch=self._epoch,
-            prefill_incarnation="prefill",
-            decode_incarnation="decode",
-            # Tokens that say as little as they can: they are not what is measured.
-            token_ids=[0] * slots.end,
-            lacking=[wire.SlotRange(begin=slots.begin, end=slots.end)],
-        )
-        self._peer.open(request, self._events.put, timeout=120.0)
-        while isinstance(event := self._events.get(timeout=120.0), PieceArrived):
-            self._pages.scatter(event.frame.piece, event.frame.payload)
+    def receive(self, size: int) -> None:
+        """Into the pages."""
+        self._incoming.open(self._command(size))
+        while not self._received:
+            event = self._events.get(timeout=SECONDS)
+            if isinstance(event, PieceArrived):
+                self._incoming.take(event)
+            else:
+                self._incoming.end(event)
+        received = self._received.pop()
+        assert received.received_bytes == size, received
+
+    def receive_ready(self, size: int) -> None:
+        """Drop what comes."""
+        self._peers.open(replace(self._command(size), cache_salt=READY))
+        arrived = 0
+        while isinstance(event := self._events.get(timeout=SECONDS), PieceArrived):
+            arrived += event.frame.payload.nbytes
             self._staging.give_back(event.frame.payload.nbytes)
-        taken = time.perf_counter() - begin
-        assert event.end is not None, event.error
-        return taken
+        assert arrived == size, event.error
 
     def close(self) -> None:
-        self._peer.close()
+        self._peers.close()
+
+    def _command(self, size: int) -> OpenIncoming:
+        self._epoch += 1
+        tokens = size // TOKEN_BYTES
+        # Tokens that say as little as they can: they are not what is measured.
+        return OpenIncoming(
+            "request", self._epoch, "prefill", (SlotRange(0, tokens),), self._tables, SECONDS, (0,) * tokens
+        )
+
+
+def receive_raw(raw: socket.socket, memory: memoryview, chunk_bytes: int, size: int) -> None:
+    raw.sendall(size.to_bytes(8, "little"))
+    for at in range(0, size, chunk_bytes):
+        chunk = memory[at : min(size, at + chunk_bytes)]
+        while len(chunk):
+            chunk = chunk[raw.recv_into(chunk) :]
+
+
+def gather_alone(rank: Rank, size: int) -> None:
+    for piece in rank.pieces(SlotRange(0, size // TOKEN_BYTES)):
+        rank.gather(piece)
+
+
+def scatter_alone(rank: Rank, memory: memoryview, size: int) -> None:
+    for piece in rank.pieces(SlotRange(0, size // TOKEN_BYTES)):
+        rank.scatter(piece, memory[: piece.payload_bytes(rank.runner.layout)])
+
+
+Move = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One run: GB/s, and CPU seconds per GB."""
+
+    rate: float
+    cpu: float
 
 
 @contextmanager
-def ways() -> Iterator[dict[str, Callable[[int], float]]]:
-    """By name, functions that move so many bytes and return the seconds it took."""
+def ways(checkpoint: Path) -> Iterator[tuple[dict[str, Move], Callable[[], float]]]:
+    """By name, functions that move so many bytes; and one that says what both processes have used of the CPU."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=send, args=(theirs,), daemon=True)
+    process = context.Process(target=send, args=(theirs, checkpoint), daemon=True)
     process.start()
+    rank = Rank(checkpoint, Role.DECODE, seed=2)
     ports, raw_port = ours.recv()
-    pages, memory = Pages(seed=2), memoryview(bytearray(max(SIZES)))
+    memory = memoryview(bytearray(max(SIZES) + MIB))
+
+    def used() -> float:
+        ours.send(None)
+        other: float = ours.recv()
+        return other + cpu_seconds()
+
     with ExitStack() as stack:
         stack.callback(process.kill)
         raw = stack.enter_context(socket.create_connection(("127.0.0.1", raw_port)))
-        found: dict[str, Callable[[int], float]] = {RAW: lambda size: receive_raw(raw, memory, size)}
+        found: dict[str, Move] = {RAW: partial(receive_raw, raw, memory, rank.config.max_piece_bytes)}
         for transport in Transport:
-            receiver = Receiver(transport, ports[transport], pages)
+            receiver = Receiver(transport, ports[transport], rank)
             stack.callback(receiver.close)
             found[transport.value] = receiver.receive
-        found[GATHER] = partial(time_gather, pages)
-        found[SCATTER] = partial(time_scatter, pages, memory)
-        yield found
+            found[f"{transport.value} wire"] = receiver.receive_ready
+        found[GATHER] = partial(gather_alone, rank)
+        found[SCATTER] = partial(scatter_alone, rank, memory)
+        yield found, used
+
+
+def measure(found: dict[str, Move], used: Callable[[], float], size: int) -> dict[str, list[Moved]]:
+    """All ways in turns."""
+    moved: dict[str, list[Moved]] = {name: [] for name in found}
+    for move in found.values():
+        move(size)
+    for _ in range(ROUNDS):
+        for name, move in found.items():
+            cpu, begin = used(), time.perf_counter()
+            move(size)
+            seconds = time.perf_counter() - begin
+            moved[name].append(Moved(size / seconds / 1e9, (used() - cpu) / size * 1e9))
+    return moved
 
 
 def main() -> None:
+    keep_freed_memory()
     torch.set_num_threads(1)
     # What gRPC delivers is not writable, and nobody writes it.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     results: list[dict[str, object]] = []
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; GB/s, median of {ROUNDS} (lowest–highest)")
-    print("  MiB  way      GB/s                  × raw   target")
-    with torch.inference_mode(), ways() as found:
-        for size in SIZES:
-            moved = tokens_of(size) * LAYERS * TOKEN_BYTES
-            rates: dict[str, list[float]] = {name: [] for name in found}
-            for move in found.values():
-                move(moved)
-            for _ in range(ROUNDS):
-                for name, move in found.items():
-                    rates[name].append(moved / move(moved) / 1e9)
-            raw = statistics.median(rates[RAW])
-            for name, measured in rates.items():
-                median, target = statistics.median(measured), TARGETS.get(name)
-                spread = f"({min(measured):.2f}–{max(measured):.2f})"
-                wanted = f"{target:.1f}" if target is not None and size >= 16 * MIB else ""
-                print(f"{moved / MIB:5.1f}  {name:8} {median:5.2f}  {spread:14} {median / raw:6.2f}   {wanted}")
-                results.append({"bytes": moved, "way": name, "gigabytes_per_second": measured, "of_raw": median / raw})
+    print("  MiB  way         GB/s                 × raw   target   CPU s/GB")
+    with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
+        write_checkpoint(Path(directory))
+        with ways(Path(directory)) as (found, used):
+            for size in (tokens_of(size) * TOKEN_BYTES for size in SIZES):
+                measured = measure(found, used, size)
+                raw = statistics.median(one.rate for one in measured[RAW])
+                for name, runs in measured.items():
+                    rates = [one.rate for one in runs]
+                    median, cpu = statistics.median(rates), statistics.median(one.cpu for one in runs)
+                    target = TARGETS.get(name)
+                    spread = f"({min(rates):.2f}–{max(rates):.2f})"
+                    wanted = f"{target:.1f}" if target is not None and size >= 15 * MIB else ""
+                    print(
+                        f"{size / MIB:5.1f}  {name:10} {median:5.2f}  {spread:14} {median / raw:6.2f}   {wanted:6} "
+                        f"{cpu:10.2f}"
+                    )
+                    results.append(
+                        {
+                            "bytes": size,
+                            "way": name,
+                            "gigabytes_per_second": rates,
+                            "of_raw": median / raw,
+                            "cpu_seconds_per_gigabyte": [one.cpu for one in runs],
+                        }
+                    )
     path = Path("bench-results/transfer.json")
     path.parent.mkdir(exist_ok=True)
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}

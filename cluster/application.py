@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -103,12 +103,17 @@ class RunningCluster:
 
 
 @contextmanager
-def running_cluster(config: ClusterConfig, progress: Progress) -> Iterator[RunningCluster]:
-    """Start (or join) Ray, deploy, yield the running cluster, and stop everything that was started here."""
+def running_cluster(
+    config: ClusterConfig, progress: Progress, later: Sequence[ClusterConfig] = ()
+) -> Iterator[RunningCluster]:
+    """Start (or join) Ray, deploy, yield the running cluster, and stop everything that was started here.
+
+    A Ray cluster that is started here has room for every configuration of ``later`` instead of the first.
+    """
     # Serve reports each of its own steps on the driver; ours say the same.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
-    _connect(config)
+    _connect(config, max(each.ranks * _threads(each) for each in (config, *later)))
     try:
         lifeline = None if config.ray_address is None else Lifeline(APPLICATION)
         progress("starting Serve")
@@ -150,7 +155,7 @@ def _application(
     files = resolve_model(config.model)
     tokenizer = TokenizerConfig.from_directory(files.tokenizer)
     chat_template(tokenizer)
-    limit = min(config.max_model_len or summary.longest_context, summary.cache_tokens)
+    limit = min(config.max_model_len or summary.longest_context, summary.longest_request)
     front_end = FrontEndConfig(
         host=config.host,
         port=config.port,
@@ -176,21 +181,23 @@ def _bounded(action: Callable[[], None], seconds: float) -> bool:
     return not thread.is_alive()
 
 
-def _connect(config: ClusterConfig) -> None:
-    """Reach a Ray cluster. A local one is ours alone, listens on loopback, and is stopped with us."""
+def _connect(config: ClusterConfig, threads: int) -> None:
+    """Reach a Ray cluster. A local one is ours alone, listens on loopback, and is stopped with us.
+
+    ``threads`` are those of all ranks that it must have room for.
+    """
     # Without it Ray may turn on token authentication and leave a token in the home directory.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     if config.ray_address is not None:
         ray.init(address=config.ray_address, namespace=APPLICATION, log_to_driver=False)
         return
-    engines = config.decode_replicas + (config.prefill_replicas if config.mode is Mode.DISAGGREGATED else 0)
     for attempt in range(1, RAY_START_ATTEMPTS + 1):
         try:
             ray.init(
                 address="local",
                 namespace=APPLICATION,
-                # Logical: every engine gets its share of the real cores, and what supervises them takes almost nothing.
-                num_cpus=engines * _threads(config) + 4,
+                # Logical: every rank gets its share of the real cores, and what supervises them takes almost nothing.
+                num_cpus=threads + 4,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -213,9 +220,8 @@ def _with_dtype(config: ClusterConfig) -> ClusterConfig:
 
 
 def _threads(config: ClusterConfig) -> int:
-    """CPU threads of one engine: as configured, or an equal share of the cores that this process may use."""
-    engines = config.decode_replicas + (config.prefill_replicas if config.mode is Mode.DISAGGREGATED else 0)
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // engines)
+    """CPU threads of one rank: as configured, or an equal share of the cores that this process may use."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
 
 
 def _reachable(host: str) -> str:

@@ -4,8 +4,10 @@ Each command builds what it needs, runs it, and prints; the work lies in other m
 command runs, so that ``--help`` needs none of them. An expected error ends a command with one red line and exit code 2.
 """
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -118,23 +120,34 @@ def inspect(
     request_tokens: Annotated[
         int | None, typer.Option(min=1, help="Count requests of this length. Default: the longest that is served.")
     ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(help="Ranks of a replica. Memory and bytes are then one rank's. Default: 1.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which layers own KV, bytes per token, and how much fits. Needs no weights, only config.json."""
+    """Show which layers own KV, how much fits, what a prefill replica does. Needs no weights, only config.json."""
     # The same checks as for a cluster, and the same messages.
-    config = ClusterConfig.load(model=model, kv_sharing=kv_sharing, dtype=dtype, block_size=block_size)
+    config = ClusterConfig.load(
+        model=model,
+        kv_sharing=kv_sharing,
+        dtype=dtype,
+        block_size=block_size,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     try:
         kv_cache_memory = ClusterConfig.load(model=model, kv_cache_memory=memory).kv_cache_memory
     except CrosskvError as error:
         raise CrosskvError(str(error).replace("--kv-cache-memory", "--memory")) from None
     from cluster.inspect_model import inspect_model  # noqa: PLC0415
+    from cluster.inspect_prefill import inspect_prefill  # noqa: PLC0415
 
     config = config.replace(kv_cache_memory=kv_cache_memory)
     summary = inspect_model(config, sharing_name=kv_sharing, request_tokens=request_tokens)
+    prefill = inspect_prefill(config, summary.request_tokens)
     if as_json:
-        print(summary.to_json())
+        print(json.dumps(asdict(summary) | asdict(prefill), indent=2))
     else:
-        Console().print(summary.render())
+        Console().print(summary.render(), prefill.render())
 
 
 @app.command()

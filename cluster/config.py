@@ -60,6 +60,15 @@ class ClusterConfig(BaseSettings):
     mode: Mode = Field(Mode.DISAGGREGATED, description="Prefill and decode apart, or one engine that does both.")
     prefill_replicas: int = Field(1, ge=1, le=1024, description="Number of prefill replicas.")
     decode_replicas: int = Field(1, ge=1, le=1024, description="Number of decode (or colocated) replicas.")
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Ranks that each replica is split over, a process each, with a GPU each if there are.",
+    )
+    prefill_tensor_parallel_size: int | None = Field(
+        None, ge=1, le=64, description="The same for prefill replicas alone. Default: --tensor-parallel-size."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Address that the API listens on.")
     port: int = Field(8000, ge=1, le=65535, description="Port that the API listens on.")
     advertised_host: str = Field(
@@ -84,7 +93,7 @@ class ClusterConfig(BaseSettings):
     )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     kv_cache_memory: Annotated[ByteSize, Field(gt=0)] = Field(
-        ByteSize(1 << 30), description="KV memory per replica: 512MiB, 40GiB, or bytes."
+        ByteSize(1 << 30), description="KV memory per rank: 512MiB, 40GiB, or bytes."
     )
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output. Default: the model's own.")
     max_batched_tokens: int = Field(1024, ge=1, description="Tokens that one engine step may compute.")
@@ -100,12 +109,16 @@ class ClusterConfig(BaseSettings):
     local_prefill_threshold: int = Field(
         0, ge=0, description="Decode replicas prefill uncached suffixes up to this many tokens themselves."
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per engine. Default: a fair share.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per rank. Default: a fair share.")
     max_prefill_streams: int = Field(16, ge=1, le=1024, description="Prompts that one prefill replica accepts at once.")
     transport: Transport = Field(
         Transport.GRPC,
         description="How KV travels: grpc, or torch for torch.distributed (Gloo on CPUs, NCCL with CUDA), whose "
         "sockets need a trusted network.",
+    )
+    min_piece_size: Annotated[ByteSize, Field(gt=0)] = Field(
+        ByteSize(256 << 10),
+        description="Layers' KV leaves while later ones are computed, in pieces of at least so much: 256KiB, or bytes.",
     )
     request_timeout: float = Field(600.0, gt=0, le=86400, description="Seconds that one request may take.")
     transfer_timeout: float = Field(
@@ -228,11 +241,31 @@ class ClusterConfig(BaseSettings):
             local_prefill_threshold=self.local_prefill_threshold,
             max_prefill_streams=self.max_prefill_streams,
             transport=self.transport,
+            min_piece_bytes=int(self.min_piece_size),
             request_timeout=self.request_timeout,
             transfer_timeout=self.transfer_timeout,
             threads=self.threads,
             advertised_host=self.advertised_host,
+            tensor_parallel_size=self.ranks_of(role),
         )
+
+    def ranks_of(self, role: Role) -> int:
+        """Return how many ranks a replica of a role has."""
+        if role is Role.PREFILL and self.prefill_tensor_parallel_size is not None:
+            return self.prefill_tensor_parallel_size
+        return self.tensor_parallel_size
+
+    @property
+    def replicas(self) -> dict[Role, int]:
+        """How many replicas of which roles there are."""
+        if self.mode is Mode.COLOCATED:
+            return {Role.COLOCATED: self.decode_replicas}
+        return {Role.PREFILL: self.prefill_replicas, Role.DECODE: self.decode_replicas}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks all replicas have."""
+        return sum(count * self.ranks_of(role) for role, count in self.replicas.items())
 
 
 def flag_of(field: str) -> str:

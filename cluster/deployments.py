@@ -1,23 +1,26 @@
 """The Ray Serve deployments: what Serve starts, watches, restarts and scales. Requests never pass through them.
 
 Each deployment's replica is a supervisor. A front end serves HTTP from its own process; an engine supervisor makes the
-engine's actor in its placement group and ends with it, so that Serve replaces both.
+engine's actors in its placement group and ends with them, so that Serve replaces all.
 """
 
 import logging
 import os
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import ray
 from ray import serve
-from ray.util import get_current_placement_group
+from ray.actor import ActorHandle
+from ray.util import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig, Placement
 from cluster.front_end import FrontEnd, FrontEndConfig
+from cluster.rank_actor import RankActor
 from cluster.replica_actor import ReplicaActor
-from worker.config import EngineConfig, Role
+from worker.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -28,23 +31,21 @@ STOP_SECONDS = 5.0
 
 
 class EngineSupervisor:
-    """One engine replica as Serve sees it."""
+    """One engine replica as Serve sees it: an actor per rank, each in a bundle of its own."""
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
-        threads = config.threads or 1
-        self._engine = (
-            ray.remote(ReplicaActor)
-            .options(
-                num_cpus=threads,
-                num_gpus=1 if config.device.startswith("cuda") else 0,
-                max_concurrency=8,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=get_current_placement_group(), placement_group_bundle_index=1
-                ),
-            )
-            .remote(config, model, directory)
-        )
-        ray.get(self._engine.record.remote())
+        _warn_if_apart(config.tensor_parallel_size)
+        self._engine = _in_bundle(ReplicaActor, 1, config).remote(config, model, directory)
+        self._lives: list[ray.ObjectRef[None]] = []
+        self._followers: list[ActorHandle] = []
+        if config.tensor_parallel_size > 1:
+            incarnation, leader = ray.get(self._engine.lead.remote())
+            for rank in range(1, config.tensor_parallel_size):
+                follower = _in_bundle(RankActor, 1 + rank, config).remote(config, model, rank, incarnation, leader)
+                self._followers.append(follower)
+                self._lives.append(follower.run.remote())
+        self._wait_for_start()
+        self._lives.append(self._engine.run.remote())
         self._stopping = False
         threading.Thread(target=self._live, name="engine-life", daemon=True).start()
 
@@ -57,14 +58,43 @@ class EngineSupervisor:
         self._stopping = True
         ray.get(self._engine.stop.remote(), timeout=STOP_SECONDS)
 
+    def _wait_for_start(self) -> None:
+        """Return when the replica serves. Raises what kept it, or any of its ranks, from that."""
+        started = self._engine.start.remote()
+        ended, _ = ray.wait([started, *self._lives], num_returns=1)
+        ray.get(ended)
+
     def _live(self) -> None:
-        """End this process when the engine ends, at once: Serve then starts a new replica."""
+        """End this process when a rank ends, at once, and with it the others: Serve then starts a new replica."""
+        ended, _ = ray.wait(self._lives, num_returns=1)
         try:
-            ray.get(self._engine.run.remote())
+            ray.get(ended)
         except Exception:
-            log.exception("the engine is gone")
+            log.exception("a rank is gone")
         if not self._stopping:
+            for actor in (self._engine, *self._followers):
+                ray.kill(actor)
             os._exit(1)
+
+
+def _warn_if_apart(ranks: int) -> None:
+    """Tell when ranks of this supervisor's replica are on several nodes: it works, at the speed of their network."""
+    placed = placement_group_table(get_current_placement_group())["bundles_to_node_id"]
+    nodes = {placed[1 + rank] for rank in range(ranks)}
+    if len(nodes) > 1:
+        log.warning("the %d ranks of this replica are on %d nodes; every step waits for the network", ranks, len(nodes))
+
+
+def _in_bundle(actor: type, bundle: int, config: EngineConfig) -> Any:
+    """A rank's actor class in one of this supervisor's bundles."""
+    return ray.remote(actor).options(
+        num_cpus=config.threads or 1,
+        num_gpus=1 if config.device.startswith("cuda") else 0,
+        max_concurrency=8,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placement_group=get_current_placement_group(), placement_group_bundle_index=bundle
+        ),
+    )
 
 
 class FrontEndSupervisor:
@@ -97,22 +127,19 @@ def build_application(
     front_end_resources: Mapping[str, float],
 ) -> serve.Application:
     """The whole cluster as one Serve application. ``front_end_resources`` name the nodes that fit the front end."""
-    if config.mode == "colocated":
-        roles = {Role.COLOCATED: config.decode_replicas}
-    else:
-        roles = {Role.PREFILL: config.prefill_replicas, Role.DECODE: config.decode_replicas}
     engines = []
-    for role, replicas in roles.items():
+    for role, replicas in config.replicas.items():
         engine = config.engine_config(role, config.model).with_threads(threads)
         bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if engine.device.startswith("cuda") else {})
+        rank_bundles = [dict(bundle) for _ in range(engine.tensor_parallel_size)]
         if config.placement is Placement.ROLE:
-            bundle |= role_resource(role.value)
+            rank_bundles[0] |= role_resource(role.value)
         engines.append(
             serve.deployment(EngineSupervisor)
             .options(
                 name=role.value,
                 num_replicas=replicas,
-                placement_group_bundles=[{"CPU": SUPERVISOR_CPUS}, bundle],
+                placement_group_bundles=[{"CPU": SUPERVISOR_CPUS}, *rank_bundles],
                 placement_group_strategy="PACK",
                 ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
                 health_check_period_s=1.0,

@@ -4,11 +4,10 @@ A ``ModelSummary`` is computed from the model's outline, without weights, and th
 and the benchmarks make one too, to refuse what cannot work before anything is started.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -16,11 +15,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, flag_of
 from cluster.errors import CrosskvError
 from cluster.model_store import resolve_model
+from worker.config import Role
 from worker.kv_cache.groups import CachePlan, KVCacheGroup, longest_sequence
-from worker.kv_cache.specs import EveryToken, KVCacheSpec, LastState, LastTokens, TokenRegion
+from worker.kv_cache.specs import EveryToken, KVCacheSpec, LastState, LastTokens, LayerName, TokenRegion
+from worker.models.config_checks import UnsupportedModel
 from worker.models.outline import ModelOutline, outline_model
 
 STATE_SPEC = "recurrent_state"
@@ -31,7 +32,8 @@ class LayerSummary:
     """One layer with a place in the cache. An owner has a spec and pages; a sharing layer has a target and no bytes.
 
     ``stores`` describes what an owner's page holds, of each of ``block_size`` tokens: 0 for a state. A sharing layer
-    that stores something of its own besides (a sparse indexer's keys) has a target and a spec.
+    that stores something of its own besides (a sparse indexer's keys) has a target and a spec. Of a model that is split
+    over ranks, all this is about one of them; ``copies`` ranks store the same.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LayerSummary:
     stores: str
     block_size: int
     page_size_bytes: int
+    copies: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class ModelSummary:
     kind of layer. ``cache_tokens`` are those of one request that has all blocks. ``requests`` fit at once if each has
     ``request_tokens`` tokens, and so ``blocks_per_request``, prompts being computed in steps of ``step_tokens``. The
     ``prefix_tokens`` that a model puts before every prompt are in these blocks, but not in these tokens.
+
+    All this is about a decode (or colocated) replica. Of ``tensor_parallel_size`` ranks, each has ``memory_bytes``, and
+    bytes are one rank's; blocks, tokens and requests are the replica's, because all ranks use the same blocks.
+    ``prefill_cache_tokens`` are the ``cache_tokens`` of a prefill replica of ``prefill_tensor_parallel_size`` ranks.
     """
 
     model: str
@@ -78,6 +85,8 @@ class ModelSummary:
     longest_context: int
     block_size: int
     memory_bytes: int
+    tensor_parallel_size: int
+    prefill_tensor_parallel_size: int
     total_layers: int
     owner_layers: int
     state_layers: int
@@ -91,6 +100,7 @@ class ModelSummary:
     num_blocks_unshared: int
     cache_tokens: int
     cache_tokens_unshared: int
+    prefill_cache_tokens: int
     prefix_tokens: int
     request_tokens: int
     step_tokens: int
@@ -101,9 +111,10 @@ class ModelSummary:
     groups: tuple[GroupSummary, ...]
     layers: tuple[LayerSummary, ...]
 
-    def to_json(self) -> str:
-        """Return the summary for programs."""
-        return json.dumps(asdict(self), indent=2)
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that every replica of the cluster can hold."""
+        return min(self.cache_tokens, self.prefill_cache_tokens)
 
     def render(self) -> RenderableType:
         """Return the summary for a terminal of 80 columns: every layer, every kind of page, the groups, the totals."""
@@ -120,7 +131,9 @@ class ModelSummary:
                 f"{self.buffers} buffers, each shared by one owner of every group. A block is one page of each, "
                 f"{self.bytes_per_block:,} bytes in all, and belongs to one group at a time.\n",
             ]
-        return Group(*parts, _title(f"KV sharing {self.kv_sharing}"), self._totals())
+        ranks = self.tensor_parallel_size
+        split = f", bytes of each of {ranks} ranks" if ranks > 1 else ""
+        return Group(*parts, _title(f"KV sharing {self.kv_sharing}{split}"), self._totals())
 
     def _layer_table(self) -> Table:
         table = _table()
@@ -142,8 +155,9 @@ class ModelSummary:
         kind_of = {layer.name: replace(layer, name="", target=None) for layer in self.layers}
         sharing = Counter(kind_of[layer.target] for layer in self.layers if layer.target)
         for kind, owners in kinds.items():
+            copies = f", the same on {kind.copies} ranks" if kind.copies > 1 else ""
             table.add_row(
-                f"{kind.spec}: {kind.stores}",
+                f"{kind.spec}: {kind.stores}{copies}",
                 str(owners),
                 str(sharing[kind]),
                 str(kind.block_size or "–"),
@@ -182,6 +196,9 @@ class ModelSummary:
         table.add_row(
             "tokens, if one request had them all", f"{self.cache_tokens:,}", f"{self.cache_tokens_unshared:,}"
         )
+        if self.prefill_cache_tokens != self.cache_tokens:
+            ranks = _ranks(self.prefill_tensor_parallel_size)
+            table.add_row(f"… on a prefill replica of {ranks}", f"{self.prefill_cache_tokens:,}", "")
         table.add_row(
             f"requests of {self.request_tokens:,} tokens in them", f"{self.requests:,}", f"{self.requests_unshared:,}"
         )
@@ -201,17 +218,19 @@ def inspect_model(
     the length of the requests that are counted, by default the longest that is served. Raises the worker's own errors
     for a model or a sharing rule that cannot be served.
     """
-    path, name = Path(config.model).expanduser(), config.model
-    if not path.exists():
-        path = resolve_model(config.model).weights
-    elif path.name != "config.json":
-        name = path.resolve().name
-    outline = outline_model(path, kv_sharing=config.kv_sharing, dtype=config.dtype, block_size=config.block_size)
+    path, name = find_configuration(config.model)
+    outline = _outline(config, path, Role.DECODE)
+    ranks, prefill_ranks = config.ranks_of(Role.DECODE), config.ranks_of(Role.PREFILL)
+    prefills_apart = Role.PREFILL in config.replicas and prefill_ranks != ranks
+    prefill = _outline(config, path, Role.PREFILL) if prefills_apart else outline
     dtype = str(outline.dtype).removeprefix("torch.")
     # From the configuration alone: a checkpoint whose layers share need not have the weights to do without.
     alone = path / "config.json" if path.is_dir() else path
-    unshared = outline_model(alone, kv_sharing="none", dtype=dtype, block_size=config.block_size)
-    layers = tuple(_layer_summaries(outline))
+    unshared = _outline(config.replace(kv_sharing="none", dtype=dtype), alone, Role.DECODE)
+    unsplit = outline
+    if ranks > 1:
+        unsplit = _outline(config.replace(tensor_parallel_size=1, dtype=dtype), alone, Role.DECODE)
+    layers = tuple(_layer_summaries(outline, unsplit, ranks))
     memory = int(config.kv_cache_memory)
     tokens = request_tokens or config.max_model_len or outline.longest_context
     held, step = tokens + outline.prefix_tokens, config.max_batched_tokens
@@ -225,6 +244,8 @@ def inspect_model(
         longest_context=outline.longest_context,
         block_size=config.block_size,
         memory_bytes=memory,
+        tensor_parallel_size=ranks,
+        prefill_tensor_parallel_size=prefill_ranks,
         total_layers=sum(layer.spec != STATE_SPEC for layer in layers),
         owner_layers=sum(layer.target is None and layer.spec != STATE_SPEC for layer in layers),
         state_layers=sum(layer.spec == STATE_SPEC for layer in layers),
@@ -238,6 +259,7 @@ def inspect_model(
         num_blocks_unshared=unshared_plan.count_blocks(memory),
         cache_tokens=_cache_tokens(outline, memory, step),
         cache_tokens_unshared=_cache_tokens(unshared, memory, step),
+        prefill_cache_tokens=_cache_tokens(prefill, memory, step),
         prefix_tokens=outline.prefix_tokens,
         request_tokens=tokens,
         step_tokens=step,
@@ -264,16 +286,46 @@ def require_servable(config: ClusterConfig, summary: ModelSummary, longest_reque
     if longest_request > limit:
         raise CrosskvError(f"a request of {longest_request} tokens does not fit into the model's {limit}; shorten it")
     least = max(wanted or 2, longest_request)
-    if summary.cache_tokens < least:
-        raise CrosskvError(
-            f"--kv-cache-memory {summary.memory_bytes:,} bytes holds the KV of {summary.cache_tokens} tokens "
-            f"({summary.num_blocks} blocks), but one request may need {least}; raise it"
-            + ("" if wanted is None else " or lower --max-model-len")
+    for role, ranks, tokens in (
+        (Role.DECODE, summary.tensor_parallel_size, summary.cache_tokens),
+        (Role.PREFILL, summary.prefill_tensor_parallel_size, summary.prefill_cache_tokens),
+    ):
+        if tokens < least:
+            each = "" if ranks == 1 else f", each of {ranks} ranks,"
+            raise CrosskvError(
+                f"--kv-cache-memory {summary.memory_bytes:,} bytes{each} holds the KV of {tokens} tokens on a {role} "
+                f"replica, but one request may need {least}; raise it"
+                + ("" if wanted is None else " or lower --max-model-len")
+            )
+
+
+def find_configuration(model: str) -> tuple[Path, str]:
+    """Where a model's configuration is, with its weights or without, and what to call the model."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return resolve_model(model).weights, model
+    return path, model if path.name == "config.json" else path.resolve().name
+
+
+def _outline(config: ClusterConfig, path: Path, role: Role) -> ModelOutline:
+    """Of one rank of a role's replicas. An error names the flag by which the role has so many ranks."""
+    try:
+        return outline_model(
+            path,
+            kv_sharing=config.kv_sharing,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            tensor_parallel_size=config.ranks_of(role),
         )
+    except UnsupportedModel as error:
+        if role is not Role.PREFILL or config.prefill_tensor_parallel_size is None:
+            raise
+        own = flag_of("prefill_tensor_parallel_size")
+        raise UnsupportedModel(str(error).replace(flag_of("tensor_parallel_size"), own)) from error
 
 
-def _layer_summaries(outline: ModelOutline) -> list[LayerSummary]:
-    specs = {name: spec for group in outline.cache.groups for name, spec in zip(group.owners, group.specs, strict=True)}
+def _layer_summaries(outline: ModelOutline, unsplit: ModelOutline, ranks: int) -> list[LayerSummary]:
+    specs, whole = _specs(outline), _specs(unsplit)
     return [
         LayerSummary(
             name=layer.name,
@@ -282,9 +334,19 @@ def _layer_summaries(outline: ModelOutline) -> list[LayerSummary]:
             stores=_stores(specs[layer.name]) if layer.name in specs else "",
             block_size=specs[layer.name].tokens_per_block if layer.name in specs else 0,
             page_size_bytes=specs[layer.name].page_size_bytes if layer.name in specs else 0,
+            copies=ranks * _size(specs[layer.name]) // _size(whole[layer.name]) if layer.name in specs else 0,
         )
         for layer in outline.layers
     ]
+
+
+def _specs(outline: ModelOutline) -> dict[LayerName, KVCacheSpec]:
+    return {name: spec for group in outline.cache.groups for name, spec in zip(group.owners, group.specs, strict=True)}
+
+
+def _size(spec: KVCacheSpec) -> int:
+    """Bytes of a token or of a state, whatever the block size."""
+    return spec.bytes_per_token or spec.state_bytes
 
 
 def _spec_name(kind: type) -> str:
@@ -330,6 +392,10 @@ def _runs(groups: tuple[GroupSummary, ...]) -> Iterator[tuple[int, int, GroupSum
         if index == len(alike) or alike[index] != alike[first]:
             yield first + 1, index, groups[first]
             first = index
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _title(text: str) -> Text:

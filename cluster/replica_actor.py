@@ -1,19 +1,21 @@
 """The Ray actor that carries one engine: keeps the directory informed and tells the engine about its peers.
 
-Made by its deployment in the replica's placement group; it lives exactly as long as the engine.
+Made by its deployment in the replica's placement group; it lives exactly as long as the engine. Of a replica of several
+ranks it carries the leading one.
 """
 
 import asyncio
 import logging
-from dataclasses import replace
-
-import ray
+from typing import TYPE_CHECKING
 
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
-from cluster.model_store import resolve_model
+from cluster.rank_actor import on_this_machine
 from cluster.router import PrefillRouter
 from worker.config import EngineConfig, Role
-from worker.replica_record import ReplicaRecord
+
+if TYPE_CHECKING:
+    from worker.ranks.followers import Followers
+    from worker.replica import Replica
 
 log = logging.getLogger(__name__)
 
@@ -22,19 +24,35 @@ class ReplicaActor:
     """See the module. ``model`` and the address ``auto`` are resolved here, since both differ between machines."""
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
+        logging.basicConfig(level=logging.INFO)
+        self._config = on_this_machine(config, model)
+        self._directory = DirectoryClient(directory)
+        self._followers: Followers | None = None
+        self._running: Replica | None = None
+
+    async def lead(self) -> tuple[str, str]:
+        """Get ready to lead other ranks: the replica's incarnation, and the address where they join it."""
         # Imported here: supervisors need this class too, but not torch.
+        from worker.ranks.followers import Followers  # noqa: PLC0415
+        from worker.replica import new_incarnation  # noqa: PLC0415
+
+        ranks, host = self._config.tensor_parallel_size, self._config.advertised_host
+        self._followers = Followers(new_incarnation(self._config.role), ranks, host)
+        return self._followers.incarnation, self._followers.address
+
+    async def start(self) -> None:
+        """Load the model and serve."""
         from worker.replica import Replica  # noqa: PLC0415
 
-        logging.basicConfig(level=logging.INFO)
-        weights = str(resolve_model(model).weights)
-        if config.advertised_host == "auto":
-            config = replace(config, advertised_host=ray.util.get_node_ip_address())
-        self._directory = DirectoryClient(directory)
-        self._replica = Replica(config.with_model(weights), PrefillRouter())
+        def make() -> Replica:
+            return Replica(self._config, PrefillRouter(), self._followers)
 
-    async def record(self) -> ReplicaRecord:
-        """How others reach it."""
-        return self._replica.record
+        self._running = await asyncio.to_thread(make)
+
+    @property
+    def _replica(self) -> "Replica":
+        assert self._running is not None, "it was not started"
+        return self._running
 
     async def run(self) -> None:
         """Report to the directory until the engine fails. Never returns otherwise."""
@@ -47,7 +65,7 @@ class ReplicaActor:
                 log.exception("the replica directory does not answer")
             else:
                 if updating is None or updating.done():
-                    prefill = {r.incarnation: r.kv_address for r in live if r.role is Role.PREFILL and r.kv_address}
+                    prefill = {r.incarnation: r.kv_addresses for r in live if r.role is Role.PREFILL}
                     # Connecting may take seconds; heartbeats must not wait for it.
                     updating = asyncio.create_task(asyncio.to_thread(self._replica.use_prefill_replicas, prefill))
             await asyncio.sleep(HEARTBEAT_SECONDS)

@@ -23,7 +23,7 @@ def routed_experts(
     """
     rows, choices = experts.shape
     order = experts.view(-1).argsort(stable=True)
-    counts = torch.bincount(experts.view(-1), minlength=len(down)).tolist()
+    counts = _rows_by_expert(experts, len(down))
     outputs = hidden.new_empty(rows * choices, hidden.shape[1])
     begin = 0
     for expert, count in enumerate(counts):
@@ -33,3 +33,10 @@ def routed_experts(
             outputs[chosen] = F.linear(activate(F.linear(inputs, gate_up[expert])), down[expert])
             begin += count
     return torch.bmm(weights.to(hidden.dtype)[:, None, :], outputs.view(rows, choices, -1))[:, 0]
+
+
+def _rows_by_expert(experts: torch.Tensor, count: int) -> list[int]:
+    """How many rows each expert has. Of meta tensors, which hold no numbers, the first has all: they cost the same."""
+    if experts.is_meta:
+        return [experts.numel()]
+    return torch.bincount(experts.view(-1), minlength=count).tolist()

@@ -1,8 +1,10 @@
-"""Frames on a Prefill stream: a small protobuf header and raw payload bytes in one message.
+"""Frames on a Prefill stream: raw payload bytes and a small protobuf header behind them in one message.
 
 A piece whose payload travels over a process group is a header alone that names the send.
 
-Encoding joins header and payload once; decoding copies nothing. Decoders check every size before they use it.
+Encoding joins header and payload once; decoding copies nothing. The payload comes first because a message's memory is
+aligned: tokens are written from there into pages, and from odd addresses that takes twice as long. Decoders check every
+size before they use it.
 """
 
 import struct
@@ -77,23 +79,24 @@ def encode_frame(frame: Frame) -> bytes:
             ),
         )
     encoded = header.SerializeToString()
-    return b"".join((_LENGTH.pack(len(encoded)), encoded, payload))
+    return b"".join((payload, encoded, _LENGTH.pack(len(encoded))))
 
 
 def decode_frame(message: bytes) -> Frame:
     """Parse a message; raises ``FrameError`` for anything that is not exactly one frame."""
     if len(message) < _LENGTH.size:
         raise FrameError(f"a frame of {len(message)} bytes has no header length")
-    (header_bytes,) = _LENGTH.unpack_from(message)
-    end = _LENGTH.size + header_bytes
-    if header_bytes > MAX_HEADER_BYTES or end > len(message):
+    end = len(message) - _LENGTH.size
+    (header_bytes,) = _LENGTH.unpack_from(message, end)
+    begin = end - header_bytes
+    if header_bytes > MAX_HEADER_BYTES or begin < 0:
         raise FrameError(f"a frame of {len(message)} bytes claims a header of {header_bytes}")
     header = wire.FrameHeader()
     try:
-        header.ParseFromString(message[_LENGTH.size : end])
+        header.ParseFromString(message[begin:end])
     except DecodeError as error:
         raise FrameError("a frame's header is not a FrameHeader") from error
-    payload = memoryview(message)[end:]
+    payload = memoryview(message)[:begin]
     match header.WhichOneof("frame"):
         case "piece":
             message_piece = header.piece

@@ -1,4 +1,4 @@
-"""The decode side of the torch transport, for one prefill replica: keeps a group with it while there are transfers.
+"""The decode side of the torch transport, for one prefill rank: keeps a group with it while there are transfers.
 
 Made with the peer's connection. The first group is made when the connection is, each later one when a transfer begins
 after the one before was lost. A thread of its own makes a group and then watches its Join call, which ends when the
@@ -145,7 +145,8 @@ class GroupReceiver:
         if transfer.cancelled.is_set():
             self._staging.give_back(frame.size)
         else:
-            transfer.deliver(PieceArrived(transfer.request_id, PieceFrame(frame.epoch, frame.piece, payload)))
+            arrived = PieceFrame(frame.epoch, frame.piece, payload)
+            transfer.deliver(PieceArrived(transfer.request_id, arrived, transfer.sender))
 
     def _group_of(self, generation: int, transfer: Transfer) -> IncomingGroup:
         """A generation, which the other side may have been ready with a little earlier, with one more user."""

@@ -19,6 +19,7 @@ from kv_transfer.outgoing_group import OutgoingGroup
 from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
 from kv_transfer.pair_group import PREFILL_RANK, RENDEZVOUS_SECONDS, GroupLost, GroupSettings, PairGroup
 from kv_transfer.socket_bytes import SocketBytes
+from kv_transfer.transfer import rank_incarnation
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 _JOINED_PEERS = 64
@@ -54,7 +55,8 @@ class GroupSender:
         self, request: wire.PrefillRequest, stream: OutgoingStream, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """The stream's frames without their payloads, each sent before it is named."""
-        key = (request.decode_incarnation, request.request_id, request.epoch)
+        peer = rank_incarnation(request.decode_incarnation, request.receiver)
+        key = (peer, request.request_id, request.epoch)
         with self._changed:
             self._streams[key] = stream
         # From now on the decode replica may stop this call.
@@ -66,7 +68,7 @@ class GroupSender:
             if not isinstance(frame, PieceFrame):
                 return encode_frame(frame)
             try:
-                group = group or self._group_of(request.decode_incarnation)
+                group = group or self._group_of(peer)
                 group.wait_for_room()
                 if stream.cancelled:
                     raise StreamFailure(grpc.StatusCode.ABORTED, "the receiver has cancelled")
@@ -81,11 +83,11 @@ class GroupSender:
             with self._changed:
                 del self._streams[key]
 
-    def _group_of(self, decode_incarnation: str) -> OutgoingGroup:
+    def _group_of(self, peer: str) -> OutgoingGroup:
         with self._changed:
-            if not self._changed.wait_for(lambda: decode_incarnation in self._groups, RENDEZVOUS_SECONDS):
-                raise GroupLost(f"{decode_incarnation} has not joined a process group")
-            return self._groups[decode_incarnation]
+            if not self._changed.wait_for(lambda: peer in self._groups, RENDEZVOUS_SECONDS):
+                raise GroupLost(f"{peer} has not joined a process group")
+            return self._groups[peer]
 
     def _join(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         request = _parse(wire.JoinRequest(), message, context)

@@ -1,4 +1,4 @@
-"""A pair group's rendezvous store on the prefill replica, as the decode replica sees it: over their gRPC connection."""
+"""A process group's rendezvous store in another process, reached over the gRPC connection that is there anyway."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,26 +13,36 @@ _SPARE_SECONDS = 2.0
 
 
 class GroupStore(Store):
-    """``call`` is the Store method. Every operation raises ``RuntimeError`` when it fails or takes too long."""
+    """``call`` is a Store method; ``decode_incarnation`` and ``generation`` name a pair's group.
 
-    def __init__(self, call: Callable[..., bytes], decode_incarnation: str, generation: int) -> None:
+    Operations give up after ``patience`` seconds. Every one raises ``RuntimeError`` when it fails or takes too long.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., bytes],
+        decode_incarnation: str = "",
+        generation: int = 0,
+        patience: float = RENDEZVOUS_SECONDS,
+    ) -> None:
         super().__init__()
         self._call = call
         self._decode_incarnation = decode_incarnation
         self._generation = generation
+        self._patience = patience
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value."""
         encoded = value.encode() if isinstance(value, str) else bytes(value)
-        self._ask(wire.StoreRequest(key=key, set=encoded), RENDEZVOUS_SECONDS)
+        self._ask(wire.StoreRequest(key=key, set=encoded), self._patience)
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
-        return self._get(key, RENDEZVOUS_SECONDS)
+        return self._get(key, self._patience)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when all keys have values."""
-        seconds = RENDEZVOUS_SECONDS if timeout is None else timeout.total_seconds()
+        seconds = self._patience if timeout is None else timeout.total_seconds()
         for key in keys:
             self._get(key, seconds)
 
@@ -51,7 +61,7 @@ class GroupStore(Store):
 
 
 def answer(store: Store, request: wire.StoreRequest) -> bytes:
-    """The prefill replica's part. Raises ``RuntimeError`` for a key that does not get a value in time."""
+    """The other process's part. Raises ``RuntimeError`` for a key that does not get a value in time."""
     if request.WhichOneof("operation") == "set":
         store.set(request.key, request.set)  # type: ignore[arg-type]
         return b""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kv_transfer.layout import WIRE_VERSION, CacheLayout, Lifetime, OwnerLayer, Section
+from kv_transfer.rank_pair import check_ranks
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 
@@ -95,6 +96,13 @@ def require_transport(ours: str, theirs: str, peer: str) -> None:
             f"{peer} differs in transport: {theirs or 'grpc'} there, {ours} here; start both with the same --transport "
             f"and --device"
         )
+
+
+def require_ranks(layout: CacheLayout, rank: int, ranks: int, peer: str) -> None:
+    """Raise ``HandshakeMismatch`` unless a peer of so many ranks can hold this layout."""
+    problem = f"rank {rank} does not exist" if rank >= ranks else check_ranks(layout, ranks)
+    if problem is not None:
+        raise HandshakeMismatch(f"{peer} says that it has {ranks} ranks: {problem}; see --tensor-parallel-size")
 
 
 def _map(layout: CacheLayout) -> str:

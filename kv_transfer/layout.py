@@ -39,12 +39,21 @@ class SlotRange:
 
 @dataclass(frozen=True, slots=True)
 class OwnerLayer:
-    """A layer that owns KV: global ``kv_heads``, the bytes of one slot, and how many layers use its cache as well."""
+    """A layer that owns KV: the bytes of one slot, and how many layers use its cache as well.
+
+    ``kv_heads`` are those of the whole layer, over which a replica's ranks divide a slot, a state's too; 0 means that
+    it cannot be divided.
+    """
 
     name: str
     kv_heads: int
     bytes_per_slot: int
     sharers: int
+
+    @property
+    def heads(self) -> int:
+        """The equal parts of a slot, at least one."""
+        return max(1, self.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +73,6 @@ class Section:
     def bytes_per_slot(self) -> int:
         """Bytes of one slot over all owners."""
         return sum(owner.bytes_per_slot for owner in self.owners)
-
-    @property
-    def unshared_bytes_per_slot(self) -> int:
-        """The same if every sharing layer had a cache of its own."""
-        return sum(owner.bytes_per_slot * (1 + owner.sharers) for owner in self.owners)
 
     def needed(self, prompt_len: int) -> SlotRange:
         """Slots that the step of the last prompt token needs from the tokens before it."""

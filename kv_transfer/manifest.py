@@ -1,4 +1,4 @@
-"""What a decode replica reserved for one transfer. Immutable: a new attempt is a new epoch and a new manifest."""
+"""What a decode rank expects of one stream. Immutable: a new attempt is a new epoch and a new manifest."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,14 @@ from kv_transfer.plan import lower_bound
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Of every section, the slots in ``ranges`` are expected for ``(request_id, epoch)``.
-
-    ``tables`` are the request's block tables on the decode replica, one per KV cache group; ``deadline`` is in its
-    engine's clock, seconds.
-    """
+    """Of every section of ``layout``, which is the pair's, the slots in ``ranges`` for ``(request_id, epoch)``."""
 
     request_id: str
     epoch: int
     ranges: tuple[SlotRange, ...]
-    tables: tuple[tuple[int, ...], ...]
-    deadline: float
     layout: CacheLayout
 
     @property
     def expected_bytes(self) -> int:
-        """Payload bytes of a complete transfer."""
+        """Payload bytes of a complete stream."""
         return lower_bound(self.layout, self.ranges)

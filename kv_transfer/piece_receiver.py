@@ -69,7 +69,7 @@ class StreamReceiver:
             raise FrameError("a piece without its payload")
         if not self._staging.reserve(frame.payload.nbytes, transfer.cancelled):
             return False
-        transfer.deliver(PieceArrived(transfer.request_id, frame))
+        transfer.deliver(PieceArrived(transfer.request_id, frame, transfer.sender))
         return True
 
     def end(self, transfer: Transfer, ended: TransferEnded, *, every_header: bool) -> None:

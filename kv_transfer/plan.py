@@ -1,6 +1,7 @@
 """What must move for one request, and in which pieces. Pure functions of a layout and slot ranges."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from kv_transfer.layout import CacheLayout, Lifetime, Piece, SlotRange
 
@@ -22,35 +23,33 @@ def lower_bound(layout: CacheLayout, ranges: Sequence[SlotRange]) -> int:
     return sum(section.bytes_per_slot * len(slots) for section, slots in zip(layout.sections, ranges, strict=True))
 
 
-def unshared_bytes(layout: CacheLayout, ranges: Sequence[SlotRange]) -> int:
-    """The same if every layer that shares a cache had one of its own."""
-    return sum(
-        section.unshared_bytes_per_slot * len(slots) for section, slots in zip(layout.sections, ranges, strict=True)
-    )
-
-
-def plan_pieces(layout: CacheLayout, section: int, slots: SlotRange, max_piece_bytes: int) -> Iterator[Piece]:
-    """Cut ``slots`` of all owners of a section into pieces, in producing order.
+def plan_pieces(layout: CacheLayout, whole: Piece, max_piece_bytes: int) -> Iterator[Piece]:
+    """Cut a piece of any size into some that are small enough, in producing order.
 
     As many consecutive owners as fit ``max_piece_bytes`` share a piece; an owner that alone is larger is cut by slots.
     A piece holds at least one slot of one owner, however small the limit.
     """
-    if not len(slots):
+    if whole.slot_begin == whole.slot_end:
         return
-    owners = layout.sections[section].owners
-    layer = 0
-    while layer < len(owners):
+    owners = layout.sections[whole.section].owners
+    layer = whole.layer_begin
+    while layer < whole.layer_end:
         end = layer + 1
-        while end < len(owners):
-            wider = Piece(section, layer, end + 1, slots.begin, slots.end)
+        while end < whole.layer_end:
+            wider = replace(whole, layer_begin=layer, layer_end=end + 1)
             if wider.payload_bytes(layout) > max_piece_bytes:
                 break
             end += 1
         per_slot = sum(owner.bytes_per_slot for owner in owners[layer:end])
         step = max(1, max_piece_bytes // per_slot)
-        for begin in range(slots.begin, slots.end, step):
-            yield Piece(section, layer, end, begin, min(begin + step, slots.end))
+        for begin in range(whole.slot_begin, whole.slot_end, step):
+            yield Piece(whole.section, layer, end, begin, min(begin + step, whole.slot_end))
         layer = end
+
+
+def whole_section(layout: CacheLayout, section: int, slots: SlotRange) -> Piece:
+    """Slots of all owners of a section as one piece."""
+    return Piece(section, 0, len(layout.sections[section].owners), slots.begin, slots.end)
 
 
 def check_request(layout: CacheLayout, prompt_len: int, ranges: Sequence[SlotRange]) -> str | None:

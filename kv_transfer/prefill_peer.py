@@ -1,4 +1,4 @@
-"""The decode side of the connector: one connection to one incarnation of a prefill replica.
+"""The decode side of the connector: one connection to one rank of one incarnation of a prefill replica.
 
 Made by the decode engine's connector when a replica is discovered, before any request needs it; closed when the replica
 is gone. Each transfer is read on a thread of its own, which only checks frames and hands them over: pages are written
@@ -20,8 +20,9 @@ from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layou
 from kv_transfer.layout import WIRE_VERSION, CacheLayout
 from kv_transfer.pair_group import GroupLost, GroupSettings
 from kv_transfer.piece_receiver import PieceReceiver, StreamReceiver
+from kv_transfer.rank_pair import ONLY_PAIR, RankPair, pair_layout
 from kv_transfer.staging import StagingBudget
-from kv_transfer.transfer import PieceArrived, Transfer, TransferEnded, TransferEvent
+from kv_transfer.transfer import PieceArrived, Transfer, TransferEnded, TransferEvent, rank_incarnation
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,10 @@ _SAID_BY_THE_SERVER = frozenset(
 
 
 class PrefillPeer:
-    """See the module. With ``group`` payloads travel over a process group, else in the streams."""
+    """See the module. With ``group`` payloads travel over a process group, else in the streams.
+
+    ``layout`` is the replicas', ``pair`` says which of their ranks the two ends are.
+    """
 
     def __init__(
         self,
@@ -55,15 +59,20 @@ class PrefillPeer:
         incarnation: str,
         staging: StagingBudget,
         group: GroupSettings | None = None,
+        pair: RankPair = ONLY_PAIR,
     ) -> None:
         self.address = address
         self._layout = layout
         self._own_incarnation = incarnation
+        self.pair = pair
+        self.passing = pair_layout(layout, pair)
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._receiver: PieceReceiver = (
             StreamReceiver(staging)
             if group is None
-            else GroupReceiver(group, self._channel, layout, incarnation, staging)
+            else GroupReceiver(
+                group, self._channel, self.passing.layout, rank_incarnation(incarnation, pair.receiver), staging
+            )
         )
         self._prefill: grpc.UnaryStreamMultiCallable[Any, bytes] = self._channel.unary_stream(PREFILL_METHOD)
         self.incarnation = ""
@@ -80,6 +89,8 @@ class PrefillPeer:
             incarnation=self._own_incarnation,
             layout=layout_message(self._layout),
             transport=self._receiver.name,
+            rank=self.pair.receiver,
+            ranks=self.pair.receivers,
         )
         call: grpc.UnaryUnaryMultiCallable[Any, bytes] = self._channel.unary_unary(HANDSHAKE_METHOD)
         try:
@@ -94,6 +105,11 @@ class PrefillPeer:
             raise
         require_match(self._layout, parse_layout(reply.layout), reply.wire_version, self.address)
         require_transport(self._receiver.name, reply.transport, self.address)
+        if (reply.rank, max(1, reply.ranks)) != (self.pair.sender, self.pair.senders):
+            raise HandshakeMismatch(
+                f"{self.address} is rank {reply.rank} of {max(1, reply.ranks)}, the directory says {self.pair.sender} "
+                f"of {self.pair.senders}: another replica has its address by now"
+            )
         if reply.max_streams < 1:
             raise HandshakeMismatch(
                 f"{self.address} grants no stream; start it with --max-prefill-streams of at least 1"
@@ -109,10 +125,14 @@ class PrefillPeer:
         deliver: Callable[[TransferEvent], None],
         timeout: float,
     ) -> Transfer:
-        """Start a transfer. Events come in order; the last is a ``TransferEnded``, whatever happens."""
+        """Start a transfer. Events come in order; the last is a ``TransferEnded``, whatever happens.
+
+        ``request`` need not name the rank that asks.
+        """
+        request.receiver, request.receivers = self.pair.receiver, self.pair.receivers
         self._receiver.prepare()
         call = self._prefill(request.SerializeToString(), timeout=timeout)
-        transfer = Transfer(request.request_id, request.epoch, call, deliver, self._receiver.cancel)
+        transfer = Transfer(request.request_id, request.epoch, self.pair.sender, call, deliver, self._receiver.cancel)
         self._threads.submit(self._read, transfer)
         return transfer
 
@@ -150,5 +170,5 @@ class PrefillPeer:
             log.exception("reading a stream of %s failed", self.address)
             transfer.call.cancel()
             error = f"{self.address}: {failure}"
-        ended = TransferEnded(transfer.request_id, transfer.epoch, end, error, busy)
+        ended = TransferEnded(transfer.request_id, transfer.epoch, end, error, busy, transfer.sender)
         self._receiver.end(transfer, ended, every_header=every_header)

@@ -1,6 +1,6 @@
 """The prefill side of the connector: answers handshakes, and turns every Prefill call into a job for the engine.
 
-Started with a prefill engine on a port of its own, stopped with it. Its threads parse and send; they never touch pages.
+Started with a prefill rank on a port of its own, stopped with it. Its threads parse and send; they never touch pages.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,25 +11,55 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
-from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match, require_transport
+from kv_transfer.handshake import (
+    HandshakeMismatch,
+    layout_message,
+    parse_layout,
+    require_match,
+    require_ranks,
+    require_transport,
+)
 from kv_transfer.layout import WIRE_VERSION, CacheLayout, SlotRange
 from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
 from kv_transfer.piece_sender import PieceSender, StreamSender
 from kv_transfer.plan import check_request, lower_bound
+from kv_transfer.rank_pair import RankPair, check_ranks, pair_layout
 from kv_transfer.socket_bytes import SocketBytes
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
-# Streams are granted per decode replica; this many replicas can use their grant at once before calls are refused.
-GRANTED_PEERS = 4
+# Streams are granted per decode replica; this many ranks can use their grant at once before calls are refused. Threads
+# are made when they are needed.
+GRANTED_PEERS = 16
 _SPARE_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillJob:
-    """A prompt to compute. ``token_ids`` lacks its last token; ``lacking`` is to be sent, section by section."""
+class TransferName:
+    """A request's transfer as every rank knows it. Decode replicas may use equal request ids."""
 
+    decode_incarnation: str
     request_id: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankStream:
+    """A decode replica's rank ``receiver`` has attached to a transfer and takes from ``stream`` what it needs."""
+
+    name: TransferName
+    receiver: int
+    stream: OutgoingStream
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """A prompt to compute for a decode replica of ``receivers`` ranks; ``stream`` is the first one's.
+
+    ``token_ids`` lacks its last token; ``lacking`` is to be sent, section by section.
+    """
+
+    name: TransferName
+    receivers: int
     token_ids: tuple[int, ...]
     lacking: tuple[SlotRange, ...]
     cache_salt: str
@@ -38,20 +68,27 @@ class PrefillJob:
 
 
 class PrefillServer:
-    """A gRPC server with raw bytes in both directions. ``sender`` says how payloads travel: else in its streams."""
+    """A gRPC server with raw bytes in both directions, of rank ``rank`` of ``ranks``.
+
+    ``sender`` says how payloads travel: else in its streams.
+    """
 
     def __init__(
         self,
         layout: CacheLayout,
         incarnation: str,
         max_streams: int,
-        accept: Callable[[PrefillJob], None],
+        accept: Callable[[PrefillJob | RankStream], None],
         *,
         host: str,
         port: int = 0,
         sender: PieceSender | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._layout = layout
+        self._rank = rank
+        self._ranks = ranks
         self._incarnation = incarnation
         self._max_streams = max_streams
         self._accept = accept
@@ -87,6 +124,7 @@ class PrefillServer:
             request.ParseFromString(message)
             require_match(self._layout, parse_layout(request.layout), request.wire_version, request.incarnation)
             require_transport(self._sender.name, request.transport, request.incarnation)
+            require_ranks(self._layout, request.rank, max(1, request.ranks), request.incarnation)
         except DecodeError:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HandshakeRequest")
         except HandshakeMismatch as mismatch:
@@ -97,6 +135,8 @@ class PrefillServer:
             layout=layout_message(self._layout),
             max_streams=self._max_streams,
             transport=self._sender.name,
+            rank=self._rank,
+            ranks=self._ranks,
         ).SerializeToString()
 
     def _prefill(self, message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -110,24 +150,10 @@ class PrefillServer:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this is {self._incarnation}, not {request.prefill_incarnation}: shake hands again",
             )
-        lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking)
-        problem = check_request(self._layout, len(request.token_ids) + 1, lacking)
-        if problem is not None or lower_bound(self._layout, lacking) == 0:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem or "nothing is lacking: there is nothing to send")
-        stream = OutgoingStream()
+        event = self._event(request, stream := OutgoingStream(), context)
         if not context.add_callback(stream.cancel):
             return
-        self._accept(
-            PrefillJob(
-                request_id=request.request_id,
-                epoch=request.epoch,
-                token_ids=tuple(request.token_ids),
-                lacking=lacking,
-                cache_salt=request.cache_salt,
-                timeout=request.timeout_ms / 1e3,
-                stream=stream,
-            )
-        )
+        self._accept(event)
         try:
             yield from self._sender.messages(request, stream, context)
         except StreamFailure as failure:
@@ -135,3 +161,30 @@ class PrefillServer:
         finally:
             # Connections may close soon after; their bytes are counted while they are still there.
             self.socket_bytes.read()
+
+    def _event(
+        self, request: wire.PrefillRequest, stream: OutgoingStream, context: grpc.ServicerContext
+    ) -> PrefillJob | RankStream:
+        """What a call is about; refuses one that cannot be served."""
+        name = TransferName(request.decode_incarnation, request.request_id, request.epoch)
+        receivers = max(1, request.receivers)
+        problem = None if request.receiver < receivers else f"rank {request.receiver} of {receivers}"
+        problem = problem or check_ranks(self._layout, receivers)
+        if problem is None and (self._rank, request.receiver) != (0, 0):
+            pair = RankPair(self._rank, self._ranks, request.receiver, receivers)
+            if pair_layout(self._layout, pair).sections:
+                return RankStream(name, request.receiver, stream)
+            problem = f"rank {self._rank} of {self._ranks} has nothing for rank {request.receiver} of {receivers}"
+        lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking)
+        problem = problem or check_request(self._layout, len(request.token_ids) + 1, lacking)
+        if problem is not None or lower_bound(self._layout, lacking) == 0:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem or "nothing is lacking: there is nothing to send")
+        return PrefillJob(
+            name=name,
+            receivers=receivers,
+            token_ids=tuple(request.token_ids),
+            lacking=lacking,
+            cache_salt=request.cache_salt,
+            timeout=request.timeout_ms / 1e3,
+            stream=stream,
+        )

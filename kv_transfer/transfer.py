@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PieceArrived:
-    """A piece waits in staging; whoever takes it gives its bytes back to the budget."""
+    """A piece from the prefill replica's rank ``sender`` waits in staging; who takes it gives its bytes back."""
 
     request_id: str
     frame: PieceFrame
+    sender: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class TransferEnded:
     end: EndFrame | None
     error: str
     busy: bool = False
+    sender: int = 0
 
 
 TransferEvent = PieceArrived | TransferEnded
@@ -35,10 +37,11 @@ TransferEvent = PieceArrived | TransferEnded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """A running transfer. ``abort`` ends it on both sides without waiting for either."""
+    """A running transfer from rank ``sender``. ``abort`` ends it on both sides without waiting for either."""
 
     request_id: str
     epoch: int
+    sender: int
     call: "_CallIterator[bytes]"
     deliver: Callable[[TransferEvent], None]
     abort: "Callable[[Transfer], None]"
@@ -48,3 +51,8 @@ class Transfer:
         """Abort on both sides; returns at once."""
         self.cancelled.set()
         self.abort(self)
+
+
+def rank_incarnation(incarnation: str, rank: int) -> str:
+    """What one rank of a replica is called where ranks are told apart."""
+    return f"{incarnation}/{rank}"

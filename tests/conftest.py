@@ -1,6 +1,8 @@
 """Processes that replicas of any test may run in."""
 
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,23 +18,23 @@ settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# What takes longest begins first, so that several workers end at about the same time.
-LONGEST = ("tests/cluster/system/", "tests/peers/test_smollm2.py", "tests/peers/", "tests/worker/test_generation.py")
+# What runs replicas in processes or in a cluster uses one of these.
+REPLICAS = {"serving", "engine_processes", "rank_pool", "doomed"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let several workers share the suite: a file's tests stay together, and so do all that use the Ray cluster."""
-
-    def group(item: pytest.Item) -> str:
-        path = item.path.relative_to(ROOT).as_posix()
-        return LONGEST[0] if path.startswith(LONGEST[0]) else path
-
-    def turn(item: pytest.Item) -> int:
-        return next((index for index, prefix in enumerate(LONGEST) if group(item).startswith(prefix)), len(LONGEST))
-
+    """Mark tests that run replicas, and keep a file's tests on one worker."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=turn)
+        path = item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group(path))
+        fixtures = item.fixturenames if isinstance(item, pytest.Function) else ()
+        if path.startswith("tests/cluster/system/") or REPLICAS & set(fixtures):
+            item.add_marker(pytest.mark.replicas)
+
+
+# Every pair of tensor-parallel sizes over both transports, not only a covering subset.
+EVERY_PAIR = os.environ.get("CROSSKV_EVERY_PAIR") == "1"
+LARGEST_PAIR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,18 @@ def engine_processes(_engine_processes: EngineProcesses) -> Iterator[EngineProce
     yield _engine_processes
     for name, process in (("first", _engine_processes.first), ("second", _engine_processes.second)):
         print(f"--- {name} engine process ---\n{process.new_output()}")
+
+
+@pytest.fixture(scope="session")
+def _rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+    logs = tmp_path_factory.mktemp("rank-processes")
+    with ExitStack() as stack:
+        yield [stack.enter_context(EngineProcess(logs / f"{number}.log")) for number in range(LARGEST_PAIR)]
+
+
+@pytest.fixture
+def rank_pool(_rank_pool: list[EngineProcess]) -> Iterator[list[EngineProcess]]:
+    """Processes for a prefill and a decode replica of four ranks each; pytest shows what they wrote if a test fails."""
+    yield _rank_pool
+    for number, process in enumerate(_rank_pool):
+        print(f"--- rank process {number} ---\n{process.new_output()}")

@@ -1,9 +1,10 @@
 """Replicas in processes of their own, and a client that speaks to them as a front end does.
 
-An ``EngineProcess`` is started once (importing torch takes seconds) and can carry one replica after another; a test
-that kills one starts its own. ``colocated`` and ``disaggregated`` put replicas into processes, hand out clients, and on
-the way out check that every replica gave back every block. KV memory is filled with a large finite sentinel, so that a
-slot that is read before it was written shows in the tokens.
+An ``EngineProcess`` is started once (importing torch takes seconds) and can carry one replica after another, or one
+rank of it; a test that kills one starts its own. ``RankProcesses`` are the processes of a replica of several ranks.
+``colocated`` and ``disaggregated`` put replicas into processes, hand out clients, and on the way out check that every
+replica gave back every block. KV memory is filled with a large finite sentinel, so that a slot that is read before it
+was written shows in the tokens.
 """
 
 import contextlib
@@ -63,20 +64,49 @@ class LeastOutstanding:
 
 
 class _Host:
-    """What runs inside the process: at most one replica at a time."""
+    """What runs inside the process: at most one replica at a time, or one rank that follows another process."""
 
     def __init__(self) -> None:
-        from worker.replica import Replica  # noqa: PLC0415 - the parent need not import torch
+        # The parent need not import torch.
+        from worker.ranks.follower import Follower  # noqa: PLC0415
+        from worker.ranks.followers import Followers  # noqa: PLC0415
+        from worker.replica import Replica, new_incarnation  # noqa: PLC0415
 
         self._make = Replica
+        self._make_followers = Followers
+        self._make_follower = Follower
+        self._new_incarnation = new_incarnation
         self._replica: Replica | None = None
+        self._followers: Followers | None = None
+        self._following: threading.Thread | None = None
 
     def start(self, config: EngineConfig, fill: int) -> ReplicaRecord:
-        self.stop()
-        self._replica = self._make(config, LeastOutstanding(), fill=fill)
+        if self._replica is not None:
+            self.stop()
+        self._replica = self._make(config, LeastOutstanding(), self._followers, fill=fill)
         return self._replica.record
 
-    def use_prefill_replicas(self, replicas: dict[str, str]) -> None:
+    def lead(self, config: EngineConfig) -> tuple[str, str]:
+        """Open the place where other ranks join the replica that ``start`` will make."""
+        self.stop()
+        incarnation = self._new_incarnation(config.role)
+        self._followers = self._make_followers(incarnation, config.tensor_parallel_size, config.advertised_host)
+        return incarnation, self._followers.address
+
+    def follow(self, config: EngineConfig, rank: int, incarnation: str, leader: str, fill: int) -> None:
+        """Be a rank of another process's replica until that ends."""
+        self.stop()
+
+        def run() -> None:
+            try:
+                self._make_follower(config, rank, incarnation, leader, fill=fill).run()
+            except Exception:
+                traceback.print_exc()
+
+        self._following = threading.Thread(target=run)
+        self._following.start()
+
+    def use_prefill_replicas(self, replicas: dict[str, tuple[str, ...]]) -> None:
         assert self._replica is not None
         self._replica.use_prefill_replicas(replicas)
 
@@ -88,6 +118,12 @@ class _Host:
         if self._replica is not None:
             self._replica.stop(grace=0.0)
             self._replica = None
+        if self._followers is not None:
+            self._followers.stop()
+        self._followers = None
+        if self._following is not None:
+            self._following.join()
+            self._following = None
 
 
 def host(descriptor: int) -> None:
@@ -139,9 +175,18 @@ class EngineProcess:
         record: ReplicaRecord = self._call("start", config, fill)
         return record
 
+    def lead(self, config: EngineConfig) -> tuple[str, str]:
+        """Get ready to lead other ranks; returns the coming replica's incarnation, and where they join it."""
+        incarnation, address = self._call("lead", config)
+        return incarnation, address
+
+    def follow(self, config: EngineConfig, rank: int, incarnation: str, leader: str, fill: int = SENTINEL_BYTE) -> None:
+        """Begin to be a rank of another process's replica."""
+        self._call("follow", config, rank, incarnation, leader, fill)
+
     def use_prefill_replicas(self, *records: ReplicaRecord) -> None:
         """Tell a decode replica which prefill replicas there are; it is connected to them when this returns."""
-        self._call("use_prefill_replicas", {record.incarnation: record.kv_address for record in records})
+        self._call("use_prefill_replicas", {record.incarnation: record.kv_addresses for record in records})
 
     def require_health(self) -> None:
         """Raise unless the replica's engine is alive."""
@@ -180,6 +225,40 @@ class EngineProcess:
         if error is not None:
             raise EngineProcessFailed(error)
         return result
+
+
+@dataclass(frozen=True)
+class RankProcesses:
+    """The processes of one replica, the leading rank's first. Used like the one process of a replica of one rank."""
+
+    processes: Sequence[EngineProcess]
+
+    def start(self, config: EngineConfig, fill: int = SENTINEL_BYTE) -> ReplicaRecord:
+        """Make a replica of as many ranks, ending the one before it."""
+        leader, *others = self.processes
+        config = replace(config, tensor_parallel_size=len(self.processes))
+        if not others:
+            return leader.start(config, fill)
+        incarnation, address = leader.lead(config)
+        for rank, process in enumerate(others, start=1):
+            process.follow(config, rank, incarnation, address, fill)
+        return leader.start(config, fill)
+
+    def use_prefill_replicas(self, *records: ReplicaRecord) -> None:
+        """See ``EngineProcess``."""
+        self.processes[0].use_prefill_replicas(*records)
+
+    def require_health(self) -> None:
+        """See ``EngineProcess``."""
+        self.processes[0].require_health()
+
+    def stop_replica(self) -> None:
+        """End the replica; the processes stay for the next one."""
+        for process in self.processes:
+            process.stop_replica()
+
+
+ReplicaProcess = EngineProcess | RankProcesses
 
 
 @dataclass
@@ -370,7 +449,7 @@ def connected(record: ReplicaRecord) -> Iterator[EngineClient]:
 
 
 @contextlib.contextmanager
-def colocated(process: EngineProcess, config: EngineConfig) -> Iterator[EngineClient]:
+def colocated(process: ReplicaProcess, config: EngineConfig) -> Iterator[EngineClient]:
     """A replica that does both phases; afterwards it must hold nothing."""
     record = process.start(replace(config, role=Role.COLOCATED, threads=1))
     try:
@@ -392,7 +471,7 @@ class Pair:
 
 @contextlib.contextmanager
 def disaggregated(
-    prefill: EngineProcess, decode: EngineProcess, config: EngineConfig, **prefill_settings: Any
+    prefill: ReplicaProcess, decode: ReplicaProcess, config: EngineConfig, **prefill_settings: Any
 ) -> Iterator[Pair]:
     """A prefill and a decode replica, connected; afterwards both must hold nothing.
 

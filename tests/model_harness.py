@@ -17,6 +17,7 @@ from worker.kv_cache.block_table import NO_BLOCK, BlockTable
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.specs import LastState, LastTokens
 from worker.model_runner import ModelRunner
+from worker.ranks.rank_group import SOLO, RankGroup
 from worker.sampling_params import SamplingParams
 from worker.scheduler import ScheduledRows
 from worker.sequence import RequestId
@@ -38,6 +39,7 @@ class ModelHarness:
         kv_sharing: str = "model",
         role: Role = Role.COLOCATED,
         memory: int = 64 << 20,
+        ranks: RankGroup = SOLO,
     ) -> None:
         torch.set_num_threads(1)
         config = EngineConfig(
@@ -49,7 +51,8 @@ class ModelHarness:
             kv_cache_memory=memory,
         )
         self.dtype = DTYPES[dtype]
-        self.runner = ModelRunner(config, fill=SENTINEL)
+        self.runner = ModelRunner(config, ranks, fill=SENTINEL)
+        self._leads = ranks.rank == 0
         self.prefix = self.runner.prefix_tokens
         self._next = 0
 
@@ -87,13 +90,18 @@ class ModelHarness:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[tuple[EngineSequence, int]], *, all_logits: bool = True) -> list[torch.Tensor]:
-        """Compute that many further tokens of each; their logits, or those of the last row, each ``[n, vocab]``."""
+        """Compute that many further tokens of each; their logits, or those of the last row, each ``[n, vocab]``.
+
+        A rank that does not lead has none.
+        """
         scheduled = [ScheduledRows(s, s.computed, count, count if all_logits else 1) for s, count in rows]
-        logits = self.runner.execute(scheduled)
+        logits = self.runner.execute([rows.contents for rows in scheduled])
         for sequence, count in rows:
             sequence.computed += count
             self._strike(sequence)
-        assert logits is not None
+        if logits is None:
+            assert not self._leads
+            return []
         return list(logits.split([s.logit_rows for s in scheduled]))
 
     def prompt_logits(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[torch.Tensor]:
@@ -108,16 +116,21 @@ class ModelHarness:
         return [torch.cat(parts)[len(self.prefix) :] for parts in collected]
 
     @torch.inference_mode()
-    def stored(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[torch.Tensor]:
-        """All KV memory after the prompts, computed without logits, as ``dtype``, one flat tensor per buffer."""
+    def store(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[EngineSequence]:
+        """Sequences of the prompts, computed without logits."""
         sequences = [self.sequence(prompt, len(prompt)) for prompt in prompts]
         while any(sequence.pending for sequence in sequences):
             live = [sequence for sequence in sequences if sequence.pending]
             scheduled = [ScheduledRows(s, s.computed, min(chunk, s.pending), 0) for s in live]
-            assert self.runner.execute(scheduled) is None
+            assert self.runner.execute([rows.contents for rows in scheduled]) is None
             for rows in scheduled:
                 rows.sequence.computed += rows.rows
                 self._strike(rows.sequence)
+        return sequences
+
+    def stored(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[torch.Tensor]:
+        """All KV memory after the prompts, computed without logits, as ``dtype``, one flat tensor per buffer."""
+        self.store(prompts, chunk)
         return [raw.view(self.dtype) for raw in self.runner.buffers.values()]
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int, chunk: int) -> list[list[int]]:

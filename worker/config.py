@@ -25,9 +25,11 @@ class EngineConfig:
     ``model`` is a local directory (config.json and safetensors) or a ``.gguf`` file. ``dtype`` is one of
     ``worker.dtype.DTYPES`` or ``auto`` (the checkpoint's own). ``kv_sharing`` is ``model`` (what the checkpoint
     declares), ``none``, ``every:N``, ``after:N`` or the path of a JSON file. Sizes of memory are bytes, times seconds.
-    ``transport`` is how payloads travel between prefill and decode replicas. ``block_size`` is the smallest of any KV
-    cache group: those of hybrid models get multiples of it. Of a recurrent state, one in ``state_checkpoint_blocks``
-    blocks of tokens is kept for prefix caching.
+    ``transport`` is how payloads travel between prefill and decode replicas. The model is split over
+    ``tensor_parallel_size`` ranks, each a process; sizes of memory and ``threads`` are of each. ``block_size`` is the
+    smallest of any KV cache group: those of hybrid models get multiples of it. Of a recurrent state, one in
+    ``state_checkpoint_blocks`` blocks of tokens is kept for prefix caching. Layers' KV leaves a prefill replica while
+    later ones are computed, in pieces of ``min_piece_bytes`` or more.
     """
 
     model: str
@@ -45,6 +47,7 @@ class EngineConfig:
     state_checkpoint_blocks: int = 4
     local_prefill_threshold: int = 0
     max_prefill_streams: int = 16
+    min_piece_bytes: int = 256 << 10
     max_piece_bytes: int = 4 << 20
     max_staged_bytes: int = 64 << 20
     request_timeout: float = 600.0
@@ -52,6 +55,7 @@ class EngineConfig:
     threads: int | None = None
     advertised_host: str = "127.0.0.1"
     transport: Transport = Transport.GRPC
+    tensor_parallel_size: int = 1
 
     def with_model(self, model: str) -> "EngineConfig":
         """The same settings for a model that has been found on this machine."""

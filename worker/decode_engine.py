@@ -1,8 +1,8 @@
 """The generating engine: owns a request from admission to its last token, on a decode or a colocated replica.
 
-Built once per replica, then driven by its loop's thread: ``handle`` takes one event, ``step`` computes once. Everything
-here runs on that thread, so pages, scheduler and ledgers have a single writer. What can fail for one request fails only
-that request.
+Built once per replica, then driven by its leading rank's loop: ``handle`` takes one event, ``step`` computes once.
+Everything here runs on that thread, so pages, scheduler and ledgers have a single writer. What can fail for one request
+fails only that request.
 """
 
 import logging
@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kv_transfer.plan import lower_bound, unshared_bytes
-from kv_transfer.staging import StagingBudget
+from kv_transfer.rank_pair import replica_lower_bound, unshared_bytes
 from kv_transfer.transfer import PieceArrived, TransferEnded
 from worker.config import EngineConfig
 from worker.events import (
@@ -24,14 +23,18 @@ from worker.events import (
     StatusWanted,
     Submitted,
 )
-from worker.incoming_transfers import IncomingTransfers
+from worker.incoming_transfers import RankReceived
 from worker.model_runner import ModelRunner
 from worker.prefill_connector import PrefillConnector
+from worker.ranks.commands import ClearBlocks, CopyBlocks
+from worker.ranks.process_group import RankLost
+from worker.ranks.team import RankTeam
 from worker.request import Client, Request, RequestLimits, make_sequence, request_id_of
 from worker.sampler import TokenLogprobs, sample, token_logprobs
 from worker.sampling_params import InvalidRequest
 from worker.scheduler import NO_PREFILL, FinishReason, Sampled, Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence
+from worker.transfers import Ended, Transfers
 from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
@@ -52,17 +55,16 @@ class DecodeEngine:
         self,
         config: EngineConfig,
         runner: ModelRunner,
+        team: RankTeam,
         replica_id: str,
-        connector: PrefillConnector | None,
-        staging: StagingBudget,
+        connector: PrefillConnector | None = None,
     ) -> None:
         self._config = config
         self._runner = runner
+        self._team = team
         self._replica_id = replica_id
         self.counters = wire.Counters()
-        self._transfers = (
-            IncomingTransfers(runner, connector, staging, self.counters) if connector is not None else None
-        )
+        self._transfers = None if connector is None else Transfers(runner, team, connector)
         self._cache = runner.cache_manager()
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
         self._limits = RequestLimits(
@@ -82,10 +84,11 @@ class DecodeEngine:
         """Take one event from outside."""
         match event:
             case PieceArrived():
-                assert self._transfers is not None
-                self._transfers.take(event)
+                self._team.incoming.take(event)
             case TransferEnded():
-                self._end_transfer(event, now)
+                self._team.incoming.end(event)
+            case RankReceived():
+                self.received(event, now)
             case Submitted():
                 self._submit(event, now)
             case Aborted():
@@ -110,13 +113,16 @@ class DecodeEngine:
             self._end_transfer(ended, now)
         credit = self._transfers.credit(now) if self._transfers is not None else NO_PREFILL
         plan = self._scheduler.schedule(now, credit)
-        self._runner.clear_blocks(plan.to_clear)
+        if plan.to_clear:
+            self._team.apply(ClearBlocks(plan.to_clear))
         for sequence in plan.transfers:
             if self._transfers is None or not self._transfers.start(sequence, now):
                 self._scheduler.transfer_refused(sequence)
         if plan.rows:
             try:
                 self._compute(plan, now)
+            except RankLost:
+                raise
             except Exception:
                 log.exception("a step failed; its requests are given up")
                 self._fail_step(plan)
@@ -151,6 +157,10 @@ class DecodeEngine:
         self.counters.local_prefills = self._scheduler.local_prefills
         self.counters.prefix_queries = self._scheduler.prefix_queries
         self.counters.prefix_hits = self._scheduler.prefix_hits
+        if self._transfers is not None:
+            others = self._team.followers_totals()
+            self.counters.payload_bytes = self._team.incoming.payload_bytes + others.received_bytes
+            self.counters.stale_pieces = self._team.incoming.stale_pieces + others.stale_pieces
         return wire.StatusReply(
             role=self._config.role.value,
             replica_id=self._replica_id,
@@ -227,51 +237,55 @@ class DecodeEngine:
 
     # Transfers
 
-    def _end_transfer(self, event: TransferEnded, now: float) -> None:
+    def received(self, event: RankReceived, now: float) -> None:
+        """A rank is done with a transfer."""
         assert self._transfers is not None
-        incoming = self._transfers.end(event, now)
-        if incoming is None:
-            return
-        sequence = incoming.sequence
+        ended = self._transfers.received(event, now)
+        if ended is not None:
+            self._end_transfer(ended, now)
+
+    def _end_transfer(self, ended: Ended, now: float) -> None:
+        sequence = ended.sequence
         report = self._requests[sequence.request_id].transfer
-        if event.end is None or not incoming.ledger.complete:
-            report.retransmitted_bytes += incoming.ledger.received_bytes
-            self.counters.retransmitted_bytes += incoming.ledger.received_bytes
-            if event.busy:
+        if ended.end is None:
+            report.retransmitted_bytes += ended.received_bytes
+            self.counters.retransmitted_bytes += ended.received_bytes
+            if ended.busy:
                 self._scheduler.transfer_refused(sequence)
             else:
                 self.counters.transfers_failed += 1
                 self._scheduler.transfer_failed(sequence)
             return
         layout = self._runner.layout
-        bound = lower_bound(layout, incoming.manifest.ranges)
-        unshared = unshared_bytes(layout, incoming.manifest.ranges)
-        report.payload_bytes += incoming.ledger.received_bytes
+        bound = replica_lower_bound(layout, ended.ranges, self._team.size)
+        unshared = unshared_bytes(layout, ended.ranges, self._team.size)
+        report.payload_bytes += ended.received_bytes
         report.lower_bound_bytes += bound
         report.unshared_bytes += unshared
-        report.transfer_ms += (now - incoming.started) * 1e3
-        report.queue_ms += event.end.queue_seconds * 1e3
+        report.transfer_ms += (now - ended.started) * 1e3
+        report.queue_ms += ended.end.queue_seconds * 1e3
         report.attempts = sequence.transfer_attempts + 1
-        report.prefill_replica = incoming.opened.incarnation
-        cached = max(0, event.end.cached_tokens - sequence.prefix_len)
+        report.prefill_replica = ended.incarnation
+        cached = max(0, ended.end.cached_tokens - sequence.prefix_len)
         self._requests[sequence.request_id].prefill_cached_tokens = cached
         self.counters.transfers += 1
         self.counters.lower_bound_bytes += bound
         self.counters.unshared_bytes += unshared
-        self.counters.transfer_seconds += now - incoming.started
+        self.counters.transfer_seconds += now - ended.started
         self._scheduler.transfer_completed(sequence)
 
     # Steps
 
     def _compute(self, plan: StepPlan, now: float) -> None:
-        logits = self._runner.execute(plan.rows)
+        logits = self._team.apply(plan.compute)
         if logits is not None:
             self._take_prompt_logprobs(plan, logits)
         tokens = sample(logits, plan.draws) if logits is not None else []
         described = self._describe(plan, tokens, logits) if logits is not None else {}
         self.counters.steps += 1
         committed = self._scheduler.commit(plan, tokens, now)
-        self._runner.copy_blocks(committed.copies)
+        if committed.copies:
+            self._team.apply(CopyBlocks(committed.copies))
         for sampled in committed.sampled:
             self._emit(sampled, described.get(sampled.draw))
         self._finish_without_tokens(plan)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.transfer import PieceArrived, TransferEnded
+from worker.incoming_transfers import RankReceived
 from worker.request import Client
 from worker.wire import engine_pb2 as wire
 
@@ -53,5 +54,13 @@ class CacheCleared:
 
 
 DecodeEvent = (
-    Submitted | Aborted | ClientArrived | ClientGone | StatusWanted | CacheCleared | PieceArrived | TransferEnded
+    Submitted
+    | Aborted
+    | ClientArrived
+    | ClientGone
+    | StatusWanted
+    | CacheCleared
+    | PieceArrived
+    | TransferEnded
+    | RankReceived
 )

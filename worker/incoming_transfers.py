@@ -1,145 +1,156 @@
-"""A decode engine's transfers under way: reservations, ledgers, and the pieces that arrive for them.
+"""A decode rank's transfers under way: which streams bring what, ledgers, and the pieces that arrive for them.
 
-One per decode engine, used on its thread only. A transfer begins when the scheduler has admitted a sequence for it, and
-ends complete, failed, or cancelled with its request; pages are written only between those two moments.
+One per decode rank, used on its engine's thread only. A transfer is opened when blocks were reserved for it, and ends
+complete, failed, or closed with its request; pages are written only between those two moments.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from kv_transfer.layout import Lifetime
+from kv_transfer.frame import EndFrame
 from kv_transfer.ledger import Ledger, UnexpectedPiece
 from kv_transfer.manifest import Manifest
-from kv_transfer.plan import lacking
+from kv_transfer.rank_pair import PairLayout
 from kv_transfer.staging import StagingBudget
-from kv_transfer.transfer import PieceArrived, TransferEnded
-from worker.kv_cache.block_table import BlockTable
+from kv_transfer.transfer import PieceArrived, Transfer, TransferEnded
 from worker.model_runner import ModelRunner
-from worker.prefill_connector import OpenTransfer, Outcome, PrefillConnector
-from worker.scheduler import PrefillCredit
-from worker.sequence import Epoch, RequestId, Sequence
-from worker.wire import engine_pb2 as wire
+from worker.prefill_peers import PrefillPeers
+from worker.ranks.commands import CloseIncoming, OpenIncoming
 
 log = logging.getLogger(__name__)
 
-LATENESS = 5.0
-"""Seconds after its deadline by which a stream must have ended."""
-
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
-    """One transfer. ``started`` is in the engine's clock, seconds."""
+class RankReceived:
+    """How a transfer ended on rank ``rank``: with all that it needs if there is an ``end``, else with an ``error``.
 
-    sequence: Sequence
-    manifest: Manifest
+    ``busy``: the prefill replica had no stream to spare.
+    """
+
+    rank: int
+    request_id: str
+    epoch: int
+    received_bytes: int
+    end: EndFrame | None
+    error: str = ""
+    busy: bool = False
+
+
+@dataclass(slots=True)
+class _Source:
+    """What comes from one prefill rank."""
+
+    passing: PairLayout
     ledger: Ledger
-    opened: OpenTransfer
-    started: float
+    transfer: Transfer
+    address: str
+    end: EndFrame | None = None
+
+
+@dataclass(slots=True)
+class _Incoming:
+    command: OpenIncoming
+    sources: dict[int, _Source] = field(default_factory=dict)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(source.ledger.received_bytes for source in self.sources.values())
 
 
 class IncomingTransfers:
-    """See the module. ``counters`` are the engine's."""
+    """See the module; of rank ``rank``.
+
+    ``payload_bytes`` were written so far, ``stale_pieces`` came when nobody wanted them any more."""
 
     def __init__(
-        self, runner: ModelRunner, connector: PrefillConnector, staging: StagingBudget, counters: wire.Counters
+        self,
+        runner: ModelRunner,
+        peers: PrefillPeers,
+        staging: StagingBudget,
+        rank: int = 0,
     ) -> None:
         self._runner = runner
-        self._connector = connector
+        self._peers = peers
         self._staging = staging
-        self._counters = counters
+        self._report: Callable[[RankReceived], None] | None = None
+        self._rank = rank
         # By epoch: several choices of one request may be received at once, after they were preempted.
-        self._live: dict[Epoch, Incoming] = {}
+        self._live: dict[int, _Incoming] = {}
+        self.payload_bytes = 0
+        self.stale_pieces = 0
 
-    @property
-    def peers(self) -> int:
-        """Prefill replicas that can be used."""
-        return self._connector.peers
+    def report_to(self, report: Callable[[RankReceived], None]) -> None:
+        """Say whom to tell, on the engine's thread, how each transfer ended that was not closed before."""
+        self._report = report
 
-    @property
-    def last_error(self) -> str:
-        """Why a prefill replica that exists cannot be used, if one cannot."""
-        return self._connector.last_error
-
-    def credit(self, now: float) -> PrefillCredit:
-        """What the prefill side offers."""
-        return self._connector.credit(now)
-
-    def start(self, sequence: Sequence, now: float) -> bool:
-        """Ask for a receiving sequence's KV; False when no prefill replica can take it after all."""
-        layout = self._runner.layout
-        # Sinks are never held before.
-        held = [
-            0 if section.lifetime is Lifetime.FIRST_TOKENS else self._table(sequence, index).lacking_from
-            for index, section in enumerate(layout.sections)
-        ]
-        manifest = Manifest(
-            request_id=sequence.request_id,
-            epoch=sequence.epoch,
-            ranges=lacking(layout, len(sequence.tokens), held),
-            tables=tuple(tuple(table.blocks) for table in sequence.tables),
-            deadline=sequence.deadline,
-            layout=layout,
-        )
-        opened = self._connector.open(sequence, manifest, now)
-        if opened is None:
-            return False
-        self._live[sequence.epoch] = Incoming(sequence, manifest, Ledger(manifest), opened, now)
-        return True
-
-    def _table(self, sequence: Sequence, section: int) -> BlockTable:
-        """A table that says what a section's owners lack."""
-        return sequence.tables[self._runner.group_of_section(section)]
+    def open(self, command: OpenIncoming) -> None:
+        """Ask the prefill replica's ranks for what this one lacks."""
+        incoming = self._live[command.epoch] = _Incoming(command)
+        for peer, transfer in self._peers.open(command):
+            passing = peer.passing
+            manifest = Manifest(command.request_id, command.epoch, passing.slots(command.lacking), passing.layout)
+            incoming.sources[peer.pair.sender] = _Source(passing, Ledger(manifest), transfer, peer.address)
+        if not incoming.sources:
+            self._end(incoming, f"{command.incarnation} is gone")
 
     def take(self, event: PieceArrived) -> None:
         """Check a piece and write it; whatever no live manifest covers is dropped."""
         frame = event.frame
         try:
-            incoming = self._live.get(Epoch(frame.epoch))
-            if incoming is None or incoming.manifest.request_id != event.request_id:
-                self._counters.stale_pieces += 1
+            incoming = self._live.get(frame.epoch)
+            source = None if incoming is None else incoming.sources.get(event.sender)
+            if incoming is None or source is None or incoming.command.request_id != event.request_id:
+                self.stale_pieces += 1
                 return
             try:
-                incoming.ledger.check(frame.piece, frame.payload.nbytes)
+                source.ledger.check(frame.piece, frame.payload.nbytes)
             except UnexpectedPiece as error:
-                log.error("%s from %s: %s", event.request_id, incoming.opened.incarnation, error)
-                incoming.opened.transfer.cancel()
+                log.error("%s from %s: %s", event.request_id, source.address, error)
+                source.transfer.cancel()
                 return
-            tables = [table.array() for table in incoming.sequence.tables]
-            self._runner.write_piece(frame.piece, tables, frame.payload)
-            incoming.ledger.record(frame.piece)
-            self._counters.payload_bytes += frame.payload.nbytes
+            self._runner.write_piece(source.passing, frame.piece, incoming.command.tables, frame.payload)
+            source.ledger.record(frame.piece)
+            self.payload_bytes += frame.payload.nbytes
         finally:
             self._staging.give_back(frame.payload.nbytes)
 
-    def end(self, event: TransferEnded, now: float) -> Incoming | None:
-        """A stream is over; returns its transfer, complete or not, or None for one that was cancelled before."""
-        incoming = self._live.pop(Epoch(event.epoch), None)
-        if incoming is None:
-            return None
-        complete = event.end is not None and incoming.ledger.complete
-        outcome = Outcome.COMPLETE if complete else Outcome.BUSY if event.busy else Outcome.FAILED
-        self._connector.closed(incoming.opened, outcome, now)
-        if not complete and not event.busy:
-            log.warning("transfer of %s failed: %s", event.request_id, event.error)
-        return incoming
+    def end(self, event: TransferEnded) -> None:
+        """A stream is over. The first that brought too little ends the transfer, the last that did not completes it."""
+        incoming = self._live.get(event.epoch)
+        source = None if incoming is None else incoming.sources.get(event.sender)
+        if incoming is None or source is None:
+            return
+        if event.end is None or not source.ledger.complete:
+            error = event.error if event.end is None else "the stream ended before everything had arrived"
+            self._end(incoming, f"{source.address}: {error}" if source.address not in error else error, event.busy)
+            return
+        source.end = event.end
+        if all(other.end is not None for other in incoming.sources.values()):
+            self._end(incoming)
 
-    def overdue(self, now: float) -> list[TransferEnded]:
-        """Ends of transfers whose streams should have said long ago that they are over: nothing waits for ever."""
-        late = [incoming for incoming in self._live.values() if now > incoming.opened.deadline + LATENESS]
-        for incoming in late:
-            incoming.opened.transfer.cancel()
-        return [
-            TransferEnded(i.manifest.request_id, i.manifest.epoch, None, "its stream neither went on nor ended")
-            for i in late
-        ]
+    def close(self, command: CloseIncoming) -> None:
+        """Nothing is wanted any more; prefill ranks are told, and late pieces will be dropped."""
+        incoming = self._live.pop(command.epoch, None)
+        for source in incoming.sources.values() if incoming is not None else ():
+            source.transfer.cancel()
 
-    def cancel(self, name: RequestId, now: float) -> None:
-        """The request is gone; its prefill replicas are told, and late pieces will be dropped."""
-        for incoming in [incoming for incoming in self._live.values() if incoming.sequence.request_id == name]:
-            del self._live[incoming.sequence.epoch]
-            incoming.opened.transfer.cancel()
-            self._connector.closed(incoming.opened, Outcome.CANCELLED, now)
-
-    def close(self) -> None:
-        """Drop every connection."""
-        self._connector.close()
+    def _end(self, incoming: _Incoming, error: str = "", busy: bool = False) -> None:
+        del self._live[incoming.command.epoch]
+        for source in incoming.sources.values():
+            if error and source.end is None:
+                source.transfer.cancel()
+        # The lowest rank's is the request's own stream, where there is one.
+        ends = [incoming.sources[sender].end for sender in sorted(incoming.sources)]
+        assert self._report is not None
+        self._report(
+            RankReceived(
+                rank=self._rank,
+                request_id=incoming.command.request_id,
+                epoch=incoming.command.epoch,
+                received_bytes=incoming.received_bytes,
+                end=None if error else ends[0],
+                error=error,
+                busy=busy,
+            )
+        )

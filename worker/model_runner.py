@@ -16,6 +16,7 @@ from kernels.attention.segments import Segment
 from kernels.pages import IntArray, gather_tokens, scatter_tokens
 from kernels.table import attention_backend
 from kv_transfer.layout import Piece
+from kv_transfer.rank_pair import HeadRange, PairLayout, heads_of
 from worker.checkpoint.checkpoint import open_checkpoint
 from worker.config import EngineConfig, Role
 from worker.dtype import choose_device, choose_dtype
@@ -26,13 +27,14 @@ from worker.kv_cache.manager import KVCacheManager
 from worker.kv_cache.sharing import NoSharing, parse_sharing
 from worker.kv_cache.specs import KVCacheSpec, LastState, LayerName, StateRegion, TokenRegion
 from worker.kv_cache.tensors import allocate_kv_cache_tensors, reshape_kv_cache_tensors
-from worker.kv_cache.transfer_layout import OwnerPlace, transfer_layout
+from worker.kv_cache.transfer_layout import transfer_layout
 from worker.layers.cache_format import CacheFormat
-from worker.layers.cached_layer import StepPlan
+from worker.layers.cached_layer import StepPlan, Stored, nobody_asks
 from worker.layers.weights import WeightFormat
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.models.registry import parse_config
-from worker.scheduler import ScheduledRows
+from worker.ranks.commands import SequenceRows
+from worker.ranks.rank_group import SOLO, RankGroup
 from worker.weight_loader import load_weights
 
 
@@ -43,8 +45,9 @@ class DoesNotFit(ValueError):
 class ModelRunner:
     """See the module."""
 
-    def __init__(self, config: EngineConfig, *, fill: int = 0) -> None:
+    def __init__(self, config: EngineConfig, group: RankGroup = SOLO, *, fill: int = 0) -> None:
         self._config = config
+        self._rank, self._ranks = group.rank, group.size
         checkpoint = open_checkpoint(Path(config.model))
         self.device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, checkpoint.dtype(), self.device)
@@ -52,7 +55,7 @@ class ModelRunner:
         self.prefix_tokens = model_config.prefix_tokens
         longest = model_config.choose_context(config.max_model_len) + len(self.prefix_tokens)
         context = ModelContext(
-            weights=WeightFormat(dtype, self.device),
+            weights=WeightFormat(dtype, self.device, group),
             cache=CacheFormat(config.block_size, dtype),
             backend=attention_backend(self.device),
             sharing=parse_sharing(config.kv_sharing),
@@ -66,6 +69,7 @@ class ModelRunner:
         self.max_model_len = self._fitting_context(config, longest)
         self.model = model_config.build(replace(context, max_model_len=self.max_model_len))
         self._layers = self.model.cached_layers
+        self._stored: Stored = nobody_asks
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         # The complete, unshared model knows every tensor that a checkpoint may hold.
         whole = model_config.build(replace(described, sharing=NoSharing(), headless=False))
@@ -74,8 +78,12 @@ class ModelRunner:
         self.buffers = allocate_kv_cache_tensors(self.cache, self.num_blocks, self.device, fill)
         self.kv_caches = reshape_kv_cache_tensors(self.buffers, self.cache, self._layers, self.num_blocks)
         for layer in self._layers:
-            layer.bind(self.kv_caches[layer.name])
-        self.layout, self._places = transfer_layout(self.cache, self._layers, dtype, checkpoint.fingerprint())
+            layer.bind(self.kv_caches[layer.name], self._tell_stored)
+        _, self._places = transfer_layout(self.cache, self._layers, dtype, "")
+        # Peers may be split over other numbers of ranks, so what they agree on is about whole layers.
+        unsplit = replace(described, weights=replace(described.weights, ranks=SOLO))
+        layers = model_config.build(unsplit).cached_layers
+        self.layout, _ = transfer_layout(plan_cache(layers, config.block_size), layers, dtype, checkpoint.fingerprint())
         keeps_tokens = [
             layer
             for layer in self._layers
@@ -95,9 +103,20 @@ class ModelRunner:
             checkpoint_blocks=self._config.state_checkpoint_blocks,
         )
 
-    def execute(self, scheduled: Sequence[ScheduledRows]) -> torch.Tensor | None:
-        """Compute one step; returns float32 logits ``[sum of logit_rows, vocab]``, or None if none were wanted."""
-        return self.model.forward(self._inputs(scheduled))
+    def execute(self, scheduled: Sequence[SequenceRows], stored: Stored = nobody_asks) -> torch.Tensor | None:
+        """Compute one step; returns float32 logits ``[sum of logit_rows, vocab]``.
+
+        None if none were wanted, or on a rank that does not lead. ``stored`` is told of every owner, while later layers
+        are still to be computed.
+        """
+        self._stored = stored
+        try:
+            return self.model.forward(self._inputs(scheduled))
+        finally:
+            self._stored = nobody_asks
+
+    def _tell_stored(self, layer: LayerName) -> None:
+        self._stored(layer)
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Zero whole blocks: bytes that one kind of layer left need not be numbers to another."""
@@ -115,66 +134,65 @@ class ModelRunner:
                 pages = raw.view(self.num_blocks, buffer.page_bytes)
                 pages.index_copy_(0, destinations, pages.index_select(0, sources))
 
-    def read_piece(self, piece: Piece, tables: Sequence[IntArray]) -> memoryview:
+    def read_piece(self, passing: PairLayout, piece: Piece, tables: Sequence[IntArray]) -> memoryview:
         """Pack a piece of one sequence into contiguous bytes, in the wire's order; ``tables`` has one per group.
 
-        A state is read where the next step would read it, and received where the next step would write it.
+        ``passing`` is what the piece counts in. A state is read where the next step would read it, and received where
+        the next step would write it.
         """
-        packed = torch.empty(piece.payload_bytes(self.layout), dtype=torch.uint8, device=self.device)
-        for places, index, parts in self._regions(piece, packed):
-            caches, region = self._caches(places, index)
-            table = tables[places[0].group]
-            if isinstance(region, StateRegion):
-                for cache, part in zip(caches, parts, strict=True):
-                    part.copy_(cache[table[0]].contiguous().view(torch.uint8).view(-1))
+        packed = torch.empty(piece.payload_bytes(passing.layout), dtype=torch.uint8, device=self.device)
+        for run in self._runs(passing, piece, packed):
+            table = tables[run.group]
+            if isinstance(run.region, StateRegion):
+                for cache, part in zip(run.caches, run.parts, strict=True):
+                    part.copy_(cache[table[0]][run.rows].contiguous().view(torch.uint8).view(-1))
             else:
-                values = [_tokens(part, region) for part in parts]
-                gather_tokens(caches, table, piece.slot_begin, piece.slot_end, values)
+                gather_tokens(run.caches, table, piece.slot_begin, piece.slot_end, run.values(), run.heads)
         return memoryview(packed.cpu().numpy())  # type: ignore[arg-type]
 
-    def write_piece(self, piece: Piece, tables: Sequence[IntArray], payload: memoryview) -> None:
+    def write_piece(self, passing: PairLayout, piece: Piece, tables: Sequence[IntArray], payload: memoryview) -> None:
         """Unpack a piece into the pages of one sequence; ``payload`` has exactly the piece's bytes."""
         packed = torch.frombuffer(payload, dtype=torch.uint8).to(self.device)
-        for places, index, parts in self._regions(piece, packed):
-            caches, region = self._caches(places, index)
-            table = tables[places[0].group]
-            if isinstance(region, StateRegion):
-                for cache, part in zip(caches, parts, strict=True):
+        for run in self._runs(passing, piece, packed):
+            table = tables[run.group]
+            if isinstance(run.region, StateRegion):
+                for cache, part in zip(run.caches, run.parts, strict=True):
+                    state = cache[table[-1]][run.rows]
                     # A copy, because a part may begin anywhere.
-                    cache[table[-1]] = part.clone().view(region.dtype).view(region.shape)
+                    state.copy_(part.clone().view(run.region.dtype).view(state.shape))
             else:
-                values = [_tokens(part, region) for part in parts]
-                scatter_tokens(caches, table, piece.slot_begin, piece.slot_end, values)
+                scatter_tokens(run.caches, table, piece.slot_begin, piece.slot_end, run.values(), run.heads)
 
     def group_of_section(self, section: int) -> int:
         """A KV cache group whose tables say what a section's owners lack."""
         return self._places[section][0].group
 
-    def _caches(self, places: Sequence[OwnerPlace], index: int) -> tuple[list[torch.Tensor], TokenRegion | StateRegion]:
-        """Every owner's region ``index``, and what it is. What a layer itself owns comes last among its views."""
-        regions = places[0].spec.regions
-        return [self.kv_caches[place.name][index - len(regions)] for place in places], regions[index]
-
-    def _regions(
-        self, piece: Piece, packed: torch.Tensor
-    ) -> Iterator[tuple[list[OwnerPlace], int, list[torch.Tensor]]]:
+    def _runs(self, passing: PairLayout, piece: Piece, packed: torch.Tensor) -> Iterator["_Run"]:
         """A piece's owners by where they lie and which of their regions is meant, with every one's part of ``packed``.
 
         The wire's order is: owner by owner, region by region, ``[parts, kv_heads, tokens, head_dim]`` or a state.
         """
-        alike: dict[tuple[int, int, KVCacheSpec], list[tuple[OwnerPlace, torch.Tensor]]] = {}
+        alike: dict[tuple[int, int, KVCacheSpec, HeadRange], _Run] = {}
         offset = 0
         slots = piece.slot_end - piece.slot_begin
-        for place in self._places[piece.section][piece.layer_begin : piece.layer_end]:
+        section = passing.sections[piece.section]
+        for owner in section.owners[piece.layer_begin : piece.layer_end]:
+            place = self._places[section.section][owner.index]
+            here = heads_of(self.layout.sections[section.section].owners[owner.index].heads, self._rank, self._ranks)
+            heads = HeadRange(owner.heads.begin - here.begin, owner.heads.end - here.begin)
             for index, region in enumerate(place.spec.regions):
-                size = region.bytes_per_slot * slots
-                alike.setdefault((place.group, index, place.spec), []).append((place, packed[offset : offset + size]))
+                size = region.bytes_per_slot * len(heads) // len(here) * slots
+                key = (place.group, index, place.spec, heads)
+                if key not in alike:
+                    alike[key] = _Run(place.group, region, heads, len(here), [], [])
+                # What a layer itself owns comes last among its views.
+                alike[key].caches.append(self.kv_caches[place.name][index - len(place.spec.regions)])
+                alike[key].parts.append(packed[offset : offset + size])
                 offset += size
-        for (_, index, _), members in alike.items():
-            yield [place for place, _ in members], index, [part for _, part in members]
+        yield from alike.values()
 
-    def _inputs(self, scheduled: Sequence[ScheduledRows]) -> StepInputs:
-        tokens = np.concatenate([np.array(s.sequence.tokens[s.first : s.first + s.rows]) for s in scheduled])
+    def _inputs(self, scheduled: Sequence[SequenceRows]) -> StepInputs:
+        tokens = np.concatenate([s.token_ids for s in scheduled])
         every = [_Rows(s, s.rows) for s in scheduled]
         wanted = [_Rows(s, s.logit_rows) for s in scheduled if s.logit_rows]
         rows = self._row_set(every, states=True)
@@ -193,16 +211,13 @@ class ModelRunner:
 
     def _row_set(self, rows: Sequence["_Rows"], *, states: bool) -> RowSet:
         """Positions and plans of the last ``count`` scheduled rows of every sequence."""
-        contexts = [r.scheduled.first + r.scheduled.rows for r in rows]
-        positions = np.concatenate(
-            [np.arange(context - r.count, context) for r, context in zip(rows, contexts, strict=True)]
-        )
+        positions = np.concatenate([np.arange(r.scheduled.context - r.count, r.scheduled.context) for r in rows])
         segments: list[list[Segment]] = []
         for group in range(len(self.cache.groups)):
             first = 0
             segments.append([])
-            for r, context in zip(rows, contexts, strict=True):
-                segments[group].append(Segment(first, r.count, context, r.scheduled.sequence.tables[group].array()))
+            for r in rows:
+                segments[group].append(Segment(first, r.count, r.scheduled.context, r.scheduled.tables[group]))
                 first += r.count
         plans: dict[LayerName, StepPlan] = {}
         alike: dict[tuple[int, Hashable], StepPlan] = {}
@@ -234,15 +249,41 @@ class ModelRunner:
 class _Rows:
     """The last ``count`` rows of what is scheduled of one sequence."""
 
-    scheduled: ScheduledRows
+    scheduled: SequenceRows
     count: int
 
 
-def _tokens(part: torch.Tensor, region: TokenRegion) -> torch.Tensor:
-    """Bytes as ``[parts, kv_heads, tokens, head_dim]``."""
-    return part.view(region.dtype).view(region.parts, region.kv_heads, -1, region.head_dim)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One region of alike owners of one group, local ``heads`` of the ``own_heads`` that this rank holds."""
+
+    group: int
+    region: TokenRegion | StateRegion
+    head_range: HeadRange
+    own_heads: int
+    caches: list[torch.Tensor]
+    parts: list[torch.Tensor]
+
+    @property
+    def heads(self) -> slice:
+        """Of a token region, the heads."""
+        return slice(self.head_range.begin, self.head_range.end)
+
+    @property
+    def rows(self) -> slice:
+        """Of a state, the part of its first dimension."""
+        assert isinstance(self.region, StateRegion)
+        width = self.region.shape[0] // self.own_heads
+        return slice(self.head_range.begin * width, self.head_range.end * width)
+
+    def values(self) -> list[torch.Tensor]:
+        """Every owner's bytes as ``[parts, heads, tokens, head_dim]``."""
+        assert isinstance(self.region, TokenRegion)
+        shape = (self.region.parts, len(self.head_range), -1, self.region.head_dim)
+        return [part.view(self.region.dtype).view(shape) for part in self.parts]
 
 
 def _without_memory(context: ModelContext) -> ModelContext:
     """The same model, only to be described."""
-    return replace(context, weights=WeightFormat(context.weights.dtype, torch.device("meta")), max_model_len=2)
+    weights = WeightFormat(context.weights.dtype, torch.device("meta"), context.weights.ranks)
+    return replace(context, weights=weights, max_model_len=2)

@@ -1,26 +1,19 @@
 """A decode engine's view of the prefill side: which replicas it can use, how much each grants, and whom to ask.
 
-Made with the engine. A discovery thread tells it which replicas exist; it connects and shakes hands there, before any
-request needs them. The engine's thread asks for credit, opens transfers and reports how they ended.
+Made with the engine. A discovery thread tells it which replicas exist; all ranks connect and shake hands there, before
+any request needs them. The engine's thread asks for credit, chooses, and reports how transfers ended.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-import grpc
-
-from kv_transfer.handshake import HandshakeMismatch
-from kv_transfer.layout import CacheLayout
-from kv_transfer.manifest import Manifest
-from kv_transfer.pair_group import GroupLost, GroupSettings
-from kv_transfer.prefill_peer import PrefillPeer
-from kv_transfer.staging import StagingBudget
-from kv_transfer.transfer import Transfer, TransferEvent
-from kv_transfer.wire import kv_transfer_pb2 as wire
+from worker.prefill_peers import PeerRefused
 from worker.prefill_selector import PrefillCandidate, PrefillSelector
+from worker.ranks.commands import ConnectPeer
+from worker.ranks.team import RankTeam
 from worker.scheduler import NO_PREFILL, PrefillCredit
 from worker.sequence import Sequence
 
@@ -43,9 +36,9 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class _Link:
-    """A connected peer and what is going on with it."""
+    """A connected replica and what is going on with it."""
 
-    peer: PrefillPeer
+    max_streams: int
     streams: int = 0
     outstanding_tokens: int = 0
     backoff: float = 0.0
@@ -55,35 +48,21 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class OpenTransfer:
-    """A transfer and whom it comes from. By its ``deadline``, in the engine's clock, its stream gives up by itself."""
+    """Whom a transfer comes from. By its ``deadline``, in the engine's clock, its streams give up by themselves."""
 
     incarnation: str
     link: _Link
     tokens: int
-    transfer: Transfer
     deadline: float
 
 
 class PrefillConnector:
-    """See the module. With ``group`` payloads travel over process groups, else in the streams."""
+    """See the module."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        incarnation: str,
-        selector: PrefillSelector,
-        staging: StagingBudget,
-        deliver: Callable[[TransferEvent], None],
-        transfer_timeout: float,
-        group: GroupSettings | None = None,
-    ) -> None:
-        self._layout = layout
-        self._incarnation = incarnation
+    def __init__(self, team: RankTeam, selector: PrefillSelector, transfer_timeout: float) -> None:
+        self._team = team
         self._selector = selector
-        self._staging = staging
-        self._deliver = deliver
         self._transfer_timeout = transfer_timeout
-        self._group = group
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}
         self._errors: dict[str, str] = {}
@@ -99,21 +78,24 @@ class PrefillConnector:
         """Why a replica that exists cannot be used, if one cannot."""
         return next(iter(self._errors.values()), "")
 
-    def update(self, replicas: Mapping[str, str]) -> None:
-        """Follow the directory: ``replicas`` maps incarnation to address. Blocks while it connects to new ones.
+    def update(self, replicas: Mapping[str, tuple[str, ...]]) -> None:
+        """Follow the directory: ``replicas`` maps incarnation to its ranks' addresses. Blocks while it connects.
 
         Called from one discovery thread. A replica whose layout does not match is not asked again: only a new
         incarnation can change that.
         """
         with self._lock:
-            for gone in self._links.keys() - replicas.keys():
-                self._links.pop(gone).peer.close()
+            gone = self._links.keys() - replicas.keys()
+            for incarnation in gone:
+                del self._links[incarnation]
             self._refused &= replicas.keys()
-            for gone in self._errors.keys() - replicas.keys():
-                del self._errors[gone]
+            for incarnation in self._errors.keys() - replicas.keys():
+                del self._errors[incarnation]
             new = replicas.keys() - self._links.keys() - self._refused
+        for incarnation in gone:
+            self._team.forget(incarnation)
         for incarnation in new:
-            self._connect(incarnation, replicas[incarnation])
+            self._connect(ConnectPeer(incarnation, replicas[incarnation]))
 
     def credit(self, now: float) -> PrefillCredit:
         """What the prefill side offers at this moment."""
@@ -125,19 +107,18 @@ class PrefillConnector:
             waiting = any(link.backoff == 0.0 for link in self._links.values())
             return PrefillCredit(
                 reachable=bool(usable) or waiting,
-                streams=sum(link.peer.max_streams - link.streams for link in usable),
+                streams=sum(link.max_streams - link.streams for link in usable),
             )
 
-    def open(self, sequence: Sequence, manifest: Manifest, now: float) -> OpenTransfer | None:
-        """Ask a prefill replica for a sequence's KV; None if none can take it after all."""
+    def open(self, sequence: Sequence, now: float) -> OpenTransfer | None:
+        """Choose a prefill replica for a sequence's KV; None if none can take it after all."""
         tokens = sequence.tokens[:-1]
-        timeout = min(self._transfer_timeout, max(0.001, manifest.deadline - now))
-        # Held until the call is under way: the discovery thread must not close the peer in between.
+        timeout = min(self._transfer_timeout, max(0.001, sequence.deadline - now))
         with self._lock:
             candidates = {
                 incarnation: link
                 for incarnation, link in self._links.items()
-                if link.usable_from <= now and link.streams < link.peer.max_streams
+                if link.usable_from <= now and link.streams < link.max_streams
             }
             if not candidates:
                 return None
@@ -147,20 +128,9 @@ class PrefillConnector:
                 sequence.salt,
             )
             link = candidates[chosen]
-            request = wire.PrefillRequest(
-                request_id=manifest.request_id,
-                epoch=manifest.epoch,
-                prefill_incarnation=chosen,
-                decode_incarnation=self._incarnation,
-                token_ids=tokens,
-                lacking=[wire.SlotRange(begin=slots.begin, end=slots.end) for slots in manifest.ranges],
-                cache_salt=sequence.salt,
-                timeout_ms=int(timeout * 1e3),
-            )
-            transfer = link.peer.open(request, self._deliver, timeout)
             link.streams += 1
             link.outstanding_tokens += len(tokens)
-        return OpenTransfer(chosen, link, len(tokens), transfer, deadline=now + timeout)
+        return OpenTransfer(chosen, link, len(tokens), deadline=now + timeout)
 
     def closed(self, opened: OpenTransfer, outcome: Outcome, now: float) -> None:
         """Account for a transfer that ended.
@@ -189,30 +159,18 @@ class PrefillConnector:
         """Drop every connection."""
         self.update({})
 
-    def _connect(self, incarnation: str, address: str) -> None:
-        peer = PrefillPeer(address, self._layout, self._incarnation, self._staging, self._group)
+    def _connect(self, command: ConnectPeer) -> None:
+        incarnation = command.incarnation
         try:
-            peer.connect()
-        except HandshakeMismatch as mismatch:
-            log.error("prefill replica %s refused: %s", incarnation, mismatch)
-            self._refuse(incarnation, str(mismatch), peer)
-            self._refused.add(incarnation)
-            return
-        except grpc.RpcError as error:
-            self._refuse(incarnation, f"{address}: {error.code().name}", peer)
-            return
-        except GroupLost as error:
-            self._refuse(incarnation, f"{address}: {error}", peer)
-            return
-        if peer.incarnation != incarnation:
-            self._refuse(incarnation, f"{address} is {peer.incarnation} by now", peer)
+            max_streams = self._team.connect(command)
+        except PeerRefused as refusal:
+            if refusal.final:
+                log.error("prefill replica %s refused: %s", incarnation, refusal)
+                self._refused.add(incarnation)
+            self._team.forget(incarnation)
+            with self._lock:
+                self._errors[incarnation] = str(refusal)
             return
         with self._lock:
-            self._links[incarnation] = _Link(peer)
+            self._links[incarnation] = _Link(max_streams)
             self._errors.pop(incarnation, None)
-        log.info("connected to prefill replica %s at %s", incarnation, address)
-
-    def _refuse(self, incarnation: str, error: str, peer: PrefillPeer) -> None:
-        peer.close()
-        with self._lock:
-            self._errors[incarnation] = error

@@ -1,22 +1,22 @@
 """The prefill engine: computes prompts for decode replicas and sends each chunk's KV as soon as it is complete.
 
-Built once per replica, then driven by its loop's thread. A job arrives with the call that will carry its KV; it ends
-when the last piece is queued, or when the call is gone. Nothing is sampled here and no logits are computed.
+Built once per replica, then driven by its leading rank's loop. A job arrives with the call that will carry its KV; it
+ends when the last piece is queued, or when the call is gone. Nothing is sampled here and no logits are computed.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
-from kv_transfer.frame import EndFrame, PieceFrame
-from kv_transfer.layout import SlotRange
-from kv_transfer.plan import plan_pieces
-from kv_transfer.prefill_server import PrefillJob
+from kv_transfer.prefill_server import PrefillJob, RankStream
 from worker.config import EngineConfig
 from worker.events import CacheCleared, StatusWanted
 from worker.model_runner import ModelRunner
+from worker.ranks.commands import ClearBlocks, CloseOutgoing, Compute, OpenOutgoing, SendComputed, Summary
+from worker.ranks.process_group import RankLost
+from worker.ranks.team import RankTeam
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence
@@ -24,34 +24,37 @@ from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-PrefillEvent = PrefillJob | StatusWanted | CacheCleared
+PrefillEvent = PrefillJob | RankStream | StatusWanted | CacheCleared
 
 
 @dataclass(slots=True)
-class Outgoing:
-    """A job under way: of each section, the lacking slots before ``sent`` have been queued on its stream."""
+class _Prompt:
+    """A job under way."""
 
     job: PrefillJob
     sequence: Sequence
-    sent: list[int]
     admitted: float
-    payload_bytes: int = 0
-    pieces: int = 0
 
 
 class PrefillEngine:
-    """See the module. ``wire_bytes`` reads what the KV sockets carried so far."""
+    """See the module. ``wire_bytes`` reads what the leading rank's KV sockets carried so far."""
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, replica_id: str, wire_bytes: Callable[[], int]
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        team: RankTeam,
+        replica_id: str,
+        wire_bytes: Callable[[], int],
     ) -> None:
         self._config = config
         self._runner = runner
+        self._team = team
         self._replica_id = replica_id
         self._wire_bytes = wire_bytes
         self._cache = runner.cache_manager()
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
-        self._jobs: dict[RequestId, Outgoing] = {}
+        self._jobs: dict[RequestId, _Prompt] = {}
         self._accepted = 0
         self.counters = wire.Counters()
 
@@ -65,6 +68,8 @@ class PrefillEngine:
         match event:
             case PrefillJob():
                 self._accept(event, now)
+            case RankStream():
+                self._team.outgoing.attach(event)
             case StatusWanted():
                 event.reply(self.status())
             case CacheCleared():
@@ -75,12 +80,15 @@ class PrefillEngine:
         """Compute once; returns whether there was anything to compute."""
         self._drop_cancelled()
         plan = self._scheduler.schedule(now, paused=self._paused())
-        self._runner.clear_blocks(plan.to_clear)
+        if plan.to_clear:
+            self._team.apply(ClearBlocks(plan.to_clear))
         for sequence in plan.admitted:
             self._jobs[sequence.request_id].admitted = now
         if plan.rows:
             try:
-                self._runner.execute(plan.rows)
+                self._team.apply(self._compute(plan))
+            except RankLost:
+                raise
             except Exception:
                 log.exception("a step failed; its prompts are given up")
                 self._fail_step(plan)
@@ -110,7 +118,9 @@ class PrefillEngine:
         """Everything that a status page shows."""
         self.counters.prefix_queries = self._scheduler.prefix_queries
         self.counters.prefix_hits = self._scheduler.prefix_hits
-        self.counters.wire_bytes = self._wire_bytes()
+        others = self._team.followers_totals()
+        self.counters.wire_bytes = self._wire_bytes() + others.wire_bytes
+        self.counters.payload_bytes = self._team.outgoing.payload_bytes + others.sent_bytes
         return wire.StatusReply(
             role=self._config.role.value,
             replica_id=self._replica_id,
@@ -125,8 +135,8 @@ class PrefillEngine:
     def stop(self, now: float) -> None:
         """Give up everything."""
         del now
-        for outgoing in list(self._jobs.values()):
-            self._give_up(outgoing, grpc.StatusCode.UNAVAILABLE, "the replica is shutting down")
+        for prompt in list(self._jobs.values()):
+            self._give_up(prompt, grpc.StatusCode.UNAVAILABLE, "the replica is shutting down")
 
     def _accept(self, job: PrefillJob, now: float) -> None:
         own = len(self._runner.prefix_tokens)
@@ -142,13 +152,16 @@ class PrefillEngine:
                 f"{self._runner.max_model_len - 1} tokens of a vocabulary of {self._runner.model.vocab_size}",
             )
             return
+        if any(prompt.job.name == job.name for prompt in self._jobs.values()):
+            job.stream.fail(grpc.StatusCode.INVALID_ARGUMENT, f"{job.name} is under way already")
+            return
         if self._scheduler.full:
             job.stream.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill queue is full")
             return
         # Calls may come from several decode replicas with equal request ids.
         self._accepted += 1
         sequence = Sequence(
-            request_id=RequestId(f"{self._accepted}/{job.request_id}"),
+            request_id=RequestId(f"{self._accepted}/{job.name.request_id}"),
             choice=0,
             tokens=list(job.token_ids),
             prompt_len=len(job.token_ids),
@@ -157,62 +170,59 @@ class PrefillEngine:
             arrival=now,
             deadline=now + job.timeout,
         )
-        self._jobs[sequence.request_id] = Outgoing(
-            job, sequence, sent=[slots.begin for slots in job.lacking], admitted=now
-        )
+        self._jobs[sequence.request_id] = _Prompt(job, sequence, admitted=now)
+        self._team.outgoing.attach(RankStream(job.name, 0, job.stream))
+        self._team.apply(OpenOutgoing(job.name, job.receivers, len(job.token_ids) + 1, job.lacking, job.timeout))
         self._scheduler.add(sequence)
 
     def _paused(self) -> frozenset[RequestId]:
-        limit = self._config.max_staged_bytes
-        return frozenset(name for name, outgoing in self._jobs.items() if outgoing.job.stream.queued_bytes > limit)
+        slow = self._team.backlogged(self._config.max_staged_bytes)
+        return frozenset(name for name, prompt in self._jobs.items() if prompt.job.name in slow)
 
     def _drop_cancelled(self) -> None:
-        for name, outgoing in list(self._jobs.items()):
-            if outgoing.job.stream.cancelled:
+        for name, prompt in list(self._jobs.items()):
+            if prompt.job.stream.cancelled:
                 self.counters.requests_aborted += 1
-                self._scheduler.finish([outgoing.sequence])
+                self._close(prompt, grpc.StatusCode.ABORTED, "the receiver has cancelled")
+                self._scheduler.finish([prompt.sequence])
                 del self._jobs[name]
 
-    def _advance(self, outgoing: Outgoing, now: float) -> None:
+    def _compute(self, plan: StepPlan) -> Compute:
+        """The step, whose layers' KV leaves while later layers are computed."""
+        return Compute(
+            tuple(replace(rows.contents, transfer=self._jobs[rows.sequence.request_id].job.name) for rows in plan.rows)
+        )
+
+    def _advance(self, prompt: _Prompt, now: float) -> None:
         """Send what is computed and not sent; end the job when that is everything."""
-        sequence, job = outgoing.sequence, outgoing.job
-        layout = self._runner.layout
-        tables = [table.array() for table in sequence.tables]
-        for index, (section, slots) in enumerate(zip(layout.sections, job.lacking, strict=True)):
-            ready = section.ready(slots, len(sequence.tokens) + 1, sequence.computed)
-            unsent = SlotRange(outgoing.sent[index], max(outgoing.sent[index], ready.end))
-            for piece in plan_pieces(layout, index, unsent, self._config.max_piece_bytes):
-                payload = self._runner.read_piece(piece, tables)
-                job.stream.put(PieceFrame(job.epoch, piece, payload))
-                outgoing.payload_bytes += payload.nbytes
-                outgoing.pieces += 1
-            outgoing.sent[index] = unsent.end
-        if sequence.pending:
-            return
-        job.stream.put(
-            EndFrame(
-                epoch=job.epoch,
-                payload_bytes=outgoing.payload_bytes,
-                pieces=outgoing.pieces,
-                cached_tokens=sequence.cached_tokens,
-                queue_seconds=sequence.queue_seconds,
-                compute_seconds=now - outgoing.admitted,
+        sequence, job = prompt.sequence, prompt.job
+        summary = Summary(sequence.cached_tokens, sequence.queue_seconds, now - prompt.admitted)
+        self._team.apply(
+            SendComputed(
+                name=job.name,
+                computed=sequence.computed,
+                tables=tuple(table.array() for table in sequence.tables),
+                summary=None if sequence.pending else summary,
             )
         )
+        if sequence.pending:
+            return
         self.counters.requests_finished += 1
         self.counters.prompt_tokens += len(sequence.tokens)
         self.counters.transfers += 1
-        self.counters.payload_bytes += outgoing.payload_bytes
         self._scheduler.finish([sequence])
         del self._jobs[sequence.request_id]
 
     def _fail_step(self, plan: StepPlan) -> None:
         for scheduled in plan.rows:
-            outgoing = self._jobs[scheduled.sequence.request_id]
-            self._give_up(outgoing, grpc.StatusCode.INTERNAL, "the replica failed while it computed this prompt")
+            prompt = self._jobs[scheduled.sequence.request_id]
+            self._give_up(prompt, grpc.StatusCode.INTERNAL, "the replica failed while it computed this prompt")
 
-    def _give_up(self, outgoing: Outgoing, code: grpc.StatusCode, message: str) -> None:
-        outgoing.job.stream.fail(code, message)
+    def _give_up(self, prompt: _Prompt, code: grpc.StatusCode, message: str) -> None:
+        self._close(prompt, code, message)
         self.counters.requests_failed += 1
-        self._scheduler.finish([outgoing.sequence])
-        del self._jobs[outgoing.sequence.request_id]
+        self._scheduler.finish([prompt.sequence])
+        del self._jobs[prompt.sequence.request_id]
+
+    def _close(self, prompt: _Prompt, code: grpc.StatusCode, message: str) -> None:
+        self._team.apply(CloseOutgoing(prompt.job.name, code.value[0], message))

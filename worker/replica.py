@@ -5,6 +5,7 @@ Ray: tests make it in plain processes.
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -18,12 +19,22 @@ from kv_transfer.staging import StagingBudget
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
+from worker.dtype import choose_device
 from worker.engine_loop import EngineLoop
+from worker.heap import keep_freed_memory
 from worker.inbox import Inbox
+from worker.incoming_transfers import IncomingTransfers
 from worker.model_runner import ModelRunner
+from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_connector import PrefillConnector
 from worker.prefill_engine import PrefillEngine
+from worker.prefill_peers import PrefillPeers
 from worker.prefill_selector import PrefillSelector
+from worker.ranks.followers import Followers
+from worker.ranks.process_group import TorchRankGroup
+from worker.ranks.rank import Rank
+from worker.ranks.rank_group import SOLO, RankGroup
+from worker.ranks.team import RankTeam
 from worker.replica_record import ReplicaRecord
 from worker.session_server import SessionServer
 
@@ -38,55 +49,98 @@ class Unhealthy(Exception):
 
 
 class Replica:
-    """See the module. ``fill`` is the byte that free KV memory is filled with; tests use a telling one."""
+    """See the module. ``fill`` is the byte that free KV memory is filled with; tests use a telling one.
 
-    def __init__(self, config: EngineConfig, selector: PrefillSelector | None = None, *, fill: int = 0) -> None:
+    Of a replica of several ranks this is the leading one. ``followers`` is where the others join; it was made before,
+    because they need its address, and ends with the replica.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        selector: PrefillSelector | None = None,
+        followers: Followers | None = None,
+        *,
+        fill: int = 0,
+    ) -> None:
+        keep_freed_memory()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        incarnation = f"{config.role.value}-{uuid.uuid4().hex[:12]}"
-        runner = ModelRunner(config, fill=fill)
+        incarnation = new_incarnation(config.role) if followers is None else followers.incarnation
+        self._followers = followers
+        runner = ModelRunner(config, _rank_group(config, followers), fill=fill)
         inbox: Inbox[Any] = Inbox()
         self._connector: PrefillConnector | None = None
         self._prefill_server: PrefillServer | None = None
-        host = config.advertised_host
-        group = GroupSettings(host, runner.device) if config.transport is Transport.TORCH else None
-        if config.role is Role.PREFILL:
-            self._prefill_server = PrefillServer(
-                runner.layout,
-                incarnation,
-                config.max_prefill_streams,
-                inbox.put,
-                host=host,
-                sender=None if group is None else GroupSender(group),
-            )
-            engine: PrefillEngine | DecodeEngine = PrefillEngine(
-                config, runner, incarnation, self._prefill_server.socket_bytes.read
-            )
-        else:
-            staging = StagingBudget(config.max_staged_bytes)
-            if config.role is Role.DECODE:
+        engine: PrefillEngine | DecodeEngine
+        match config.role:
+            case Role.PREFILL:
+                engine = self._prefill_engine(config, runner, incarnation, inbox)
+            case Role.DECODE:
                 assert selector is not None, "a decode replica needs a way to choose a prefill replica"
-                self._connector = PrefillConnector(
-                    runner.layout, incarnation, selector, staging, inbox.put, config.transfer_timeout, group
-                )
-            engine = DecodeEngine(config, runner, incarnation, self._connector, staging)
+                engine = self._decode_engine(config, runner, incarnation, inbox, selector)
+            case Role.COLOCATED:
+                engine = DecodeEngine(config, runner, RankTeam(Rank(runner), followers), incarnation)
+        if followers is not None:
+            followers.wait(runner.num_blocks, inbox.put)
         self._loop: EngineLoop[Any] = EngineLoop(engine, inbox)
+        host = config.advertised_host
         self._sessions = SessionServer(inbox.put, host=host)
         self._loop.start()
         self._sessions.start()
+        kv_addresses: tuple[str, ...] = ()
         if self._prefill_server is not None:
             self._prefill_server.start()
-        kv_port = None if self._prefill_server is None else self._prefill_server.port
+            others = followers.kv_addresses if followers is not None else ()
+            kv_addresses = (f"{host}:{self._prefill_server.port}", *others)
         self.record = ReplicaRecord(
             role=config.role,
             incarnation=incarnation,
             session_address=f"{host}:{self._sessions.port}",
-            kv_address=None if kv_port is None else f"{host}:{kv_port}",
+            kv_addresses=kv_addresses,
         )
         log.info("%s serves %d blocks at %s", incarnation, runner.num_blocks, self.record.session_address)
 
-    def use_prefill_replicas(self, replicas: Mapping[str, str]) -> None:
-        """Tell a decode replica which prefill replicas exist: incarnation to KV address. Blocks while connecting."""
+    def _prefill_engine(
+        self, config: EngineConfig, runner: ModelRunner, incarnation: str, inbox: Inbox[Any]
+    ) -> PrefillEngine:
+        group, ranks = _pair_settings(config, runner), config.tensor_parallel_size
+        self._prefill_server = PrefillServer(
+            runner.layout,
+            incarnation,
+            config.max_prefill_streams,
+            inbox.put,
+            host=config.advertised_host,
+            sender=None if group is None else GroupSender(group),
+            ranks=ranks,
+        )
+        outgoing = OutgoingTransfers(
+            runner, 0, ranks, min_piece_bytes=config.min_piece_bytes, max_piece_bytes=config.max_piece_bytes
+        )
+        team = RankTeam(Rank(runner, outgoing=outgoing), self._followers)
+        return PrefillEngine(config, runner, team, incarnation, self._prefill_server.socket_bytes.read)
+
+    def _decode_engine(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        incarnation: str,
+        inbox: Inbox[Any],
+        selector: PrefillSelector,
+    ) -> DecodeEngine:
+        group, staging = _pair_settings(config, runner), StagingBudget(config.max_staged_bytes)
+        peers = PrefillPeers(
+            runner.layout, incarnation, staging, inbox.put, ranks=config.tensor_parallel_size, group=group
+        )
+        incoming = IncomingTransfers(runner, peers, staging)
+        team = RankTeam(Rank(runner, incoming=incoming), self._followers, peers)
+        self._connector = PrefillConnector(team, selector, config.transfer_timeout)
+        engine = DecodeEngine(config, runner, team, incarnation, self._connector)
+        incoming.report_to(lambda received: engine.received(received, time.monotonic()))
+        return engine
+
+    def use_prefill_replicas(self, replicas: Mapping[str, tuple[str, ...]]) -> None:
+        """Tell a decode replica which prefill replicas exist: incarnation to KV addresses. Blocks while connecting."""
         if self._connector is not None:
             self._connector.update(replicas)
 
@@ -94,6 +148,8 @@ class Replica:
         """Raise ``Unhealthy`` if the engine's thread has ended or hangs."""
         if self._loop.failure is not None:
             raise Unhealthy(f"{self.record.incarnation}: the engine failed: {self._loop.failure!r}")
+        if self._followers is not None and self._followers.lost is not None:
+            raise Unhealthy(f"{self.record.incarnation}: {self._followers.lost}")
         if self._loop.stalled_for > LONGEST_STEP_SECONDS:
             raise Unhealthy(f"{self.record.incarnation}: one step takes {self._loop.stalled_for:.0f} s")
 
@@ -103,3 +159,24 @@ class Replica:
         if self._prefill_server is not None:
             self._prefill_server.stop(grace)
         self._sessions.stop(grace)
+        if self._followers is not None:
+            self._followers.stop()
+
+
+def new_incarnation(role: Role) -> str:
+    """A name that no replica had before."""
+    return f"{role.value}-{uuid.uuid4().hex[:12]}"
+
+
+def _rank_group(config: EngineConfig, followers: Followers | None) -> RankGroup:
+    """The leading rank's side of the replica's process group. Raises ``RankLost``."""
+    ranks = config.tensor_parallel_size
+    if followers is None:
+        assert ranks == 1, f"{ranks} ranks, and no place where they join"
+        return SOLO
+    return TorchRankGroup(followers.store, 0, ranks, choose_device(config.device), config.advertised_host)
+
+
+def _pair_settings(config: EngineConfig, runner: ModelRunner) -> GroupSettings | None:
+    """How payloads travel between replicas, if not in gRPC streams."""
+    return GroupSettings(config.advertised_host, runner.device) if config.transport is Transport.TORCH else None

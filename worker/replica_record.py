@@ -7,9 +7,9 @@ from worker.config import Role
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """``incarnation`` names this life of the replica; ``kv_address`` is a prefill replica's, None for others."""
+    """``incarnation`` names this life of the replica; ``kv_addresses`` are a prefill replica's, one per rank."""
 
     role: Role
     incarnation: str
     session_address: str
-    kv_address: str | None
+    kv_addresses: tuple[str, ...] = ()

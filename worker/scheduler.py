@@ -14,10 +14,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+import numpy as np
+
 from worker.config import EngineConfig, Role
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.manager import KVCacheManager
+from worker.ranks.commands import Compute, SequenceRows
 from worker.sequence import Epoch, RequestId, Sequence, SequenceState
 
 MAX_TRANSFER_ATTEMPTS = 3
@@ -42,6 +45,16 @@ class ScheduledRows:
     rows: int
     logit_rows: int
 
+    @property
+    def contents(self) -> SequenceRows:
+        """What ranks are told of it."""
+        return SequenceRows(
+            token_ids=np.array(self.sequence.tokens[self.first : self.first + self.rows], dtype=np.int64),
+            first=self.first,
+            logit_rows=self.logit_rows,
+            tables=tuple(table.array() for table in self.sequence.tables),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -64,6 +77,11 @@ class StepPlan:
     draws: tuple[Draw, ...]
     transfers: tuple[Sequence, ...]
     admitted: tuple[Sequence, ...]
+
+    @property
+    def compute(self) -> Compute:
+        """Its rows as ranks are told."""
+        return Compute(tuple(rows.contents for rows in self.rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,9 @@ def require_tensors(
         )
     for slot in slots:
         shape = checkpoint.shape(slot.name)
-        if shape != tuple(slot.destination.shape):
+        if shape != slot.shape:
             raise WeightMismatch(
-                f"{checkpoint.path}: {slot.name} has shape {list(shape)}, the configuration says "
-                f"{list(slot.destination.shape)}"
+                f"{checkpoint.path}: {slot.name} has shape {list(shape)}, the configuration says {list(slot.shape)}"
             )
 
 
@@ -50,7 +49,8 @@ def load_weights(
     """Load every slot of ``model``, after ``require_tensors``."""
     require_tensors(model, checkpoint, known_names, unserved)
     for slot in model.slots():
-        checkpoint.read_into(slot.name, slot.destination)
+        for destination, part in slot.reads():
+            checkpoint.read_into(slot.name, destination, part)
 
 
 def _some(names: list[str]) -> str:

@@ -3,8 +3,9 @@
 import asyncio
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cluster.config import ClusterConfig
 from cluster.errors import CrosskvError
 from cluster.options import with_cluster_options
+from kv_transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from cluster.bench.transfer import Deployment, Ranks
+    from cluster.inspect_model import ModelSummary
 
 bench = typer.Typer(help="Measure a cluster.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -24,6 +30,40 @@ def _whole_numbers(text: str, flag: str) -> tuple[int, ...]:
         raise CrosskvError(f"{flag} {text!r}: must be whole numbers separated by commas, such as 64,512") from None
 
 
+def _transports(text: str) -> tuple[Transport, ...]:
+    try:
+        return tuple(Transport(part.strip()) for part in text.split(","))
+    except ValueError:
+        names = " and ".join(Transport)
+        raise CrosskvError(f"--transports {text!r}: must be of {names}, separated by commas") from None
+
+
+def _ranks(text: str) -> "tuple[Ranks, ...]":
+    from cluster.bench.transfer import Ranks  # noqa: PLC0415
+
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple(Ranks(int(prefill), int(decode)) for prefill, decode in pairs)
+    except ValueError:
+        raise CrosskvError(
+            f"--ranks {text!r}: must be prefill:decode sizes separated by commas, such as 1:1,2:1"
+        ) from None
+
+
+def _require_servable(deployments: "Sequence[Deployment]", longest_request: int) -> "ModelSummary":
+    """Check the model under every sharing rule and over all ranks, and return one summary of it."""
+    from cluster.inspect_model import inspect_model, require_servable  # noqa: PLC0415
+
+    for deployment in {(each.sharing, each.ranks): each for each in deployments}.values():
+        try:
+            summary = inspect_model(deployment.config)
+            require_servable(deployment.config, summary, longest_request)
+        except (CrosskvError, ValueError) as error:
+            # Rooms below raise subclasses of ValueError, and name flags that this command sets by itself.
+            raise CrosskvError(f"--sharing {deployment.sharing} --ranks {deployment.ranks}: {error}") from error
+    return summary
+
+
 def _command_line() -> str:
     return shlex.join(["crosskv", *sys.argv[1:]])
 
@@ -33,10 +73,22 @@ def _command_line() -> str:
 def transfer(
     config: ClusterConfig,
     sharing: Annotated[
-        str, typer.Option(help="Layouts to compare: none, every:N, after:N, model, or JSON files.")
+        str, typer.Option(help="KV layouts to compare: none, every:N, after:N, model, or JSON files.")
     ] = "none,every:2",
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "64,512",
-    requests: Annotated[int, typer.Option(help="Requests per layout and length.")] = 16,
+    transports: Annotated[
+        str | None, typer.Option(help="Transports to compare: grpc, torch. Default: that of --transport.")
+    ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tensor-parallel sizes to compare, prefill:decode, as in 1:1,2:1. Default: that of "
+            "--prefill-tensor-parallel-size and --tensor-parallel-size."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths, sent to every deployment.")] = "64,512",
+    requests: Annotated[
+        int, typer.Option(help="Requests per deployment and length. 1 is enough for bytes, not for times.")
+    ] = 16,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 4,
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate per request.")] = 16,
     seed: Annotated[int, typer.Option(help="Prompts are the same for the same seed.")] = 0,
@@ -44,17 +96,24 @@ def transfer(
         "bench-results/transfer"
     ),
 ) -> None:
-    """Compare what KV layouts send for the same prompts, byte by byte, and how long it takes."""
+    """Compare what a model's deployments send for the same prompts, byte by byte, and how long it takes.
+
+    Every combination of --sharing, --transports and --ranks is deployed in turn and gets all prompts. A deployment
+    takes some 15 seconds to start, more if the model is large; the rest is the time of its prompt tokens. A CPU core
+    reads about 200 of them a second for SmolLM2, so that the defaults take 3 minutes on two free cores. --requests 1
+    is enough to compare bytes, which depend on a prompt's length alone.
+    """
     from cluster.application import running_cluster  # noqa: PLC0415
     from cluster.bench.report import Environment, TransferReport  # noqa: PLC0415
-    from cluster.bench.transfer import TransferPlan, run_transfer_bench  # noqa: PLC0415
-    from cluster.inspect_model import inspect_model, require_servable  # noqa: PLC0415
+    from cluster.bench.transfer import Ranks, TransferPlan, run_transfer_bench  # noqa: PLC0415
     from cluster.ports import free_port, require_free_port  # noqa: PLC0415
     from cluster.progress import Steps  # noqa: PLC0415
     from cluster.signals import interruptible  # noqa: PLC0415
 
     plan = TransferPlan(
         sharing=tuple(part.strip() for part in sharing.split(",")),
+        transports=(config.transport,) if transports is None else _transports(transports),
+        ranks=(Ranks.of(config),) if ranks is None else _ranks(ranks),
         prompt_tokens=_whole_numbers(prompt_tokens, "--prompt-tokens"),
         requests=requests,
         concurrency=concurrency,
@@ -65,17 +124,16 @@ def transfer(
         require_free_port(config.host, config.port)
     else:
         config = config.replace(port=free_port(config.host))
+    deployments = plan.deployments(config)
     output.mkdir(parents=True, exist_ok=True)
     console = Console()
     with Steps(console) as steps:
-        steps("checking every layout against the model")
-        for rule in plan.sharing:
-            layout = config.replace(kv_sharing=rule)
-            summary = inspect_model(layout)
-            longest = max(plan.prompt_tokens) + plan.output_tokens
-            require_servable(layout, summary, longest_request=longest)
+        steps("checking every deployment against the model")
+        summary = _require_servable(deployments, max(plan.prompt_tokens) + plan.output_tokens)
+        steps.done()
+        console.print(plan.extent())
         with interruptible(steps) as step:
-            runs = run_transfer_bench(config, plan, summary.vocab_size, running_cluster, step)
+            runs = run_transfer_bench(plan, deployments, summary.vocab_size, running_cluster, step)
     report = TransferReport(Environment.here(_command_line(), config.model), tuple(runs))
     files = report.write(output)
     console.print(report.table())

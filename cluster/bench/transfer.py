@@ -1,11 +1,12 @@
-"""The load test that compares what different KV layouts send.
+"""The load test that compares what different deployments of one model send.
 
-``run_transfer_bench`` serves one model under each sharing rule in turn, sends every layout the same prompts, and
-returns one ``TransferRun`` per layout and prompt length. Prompts are random tokens that differ from the first one on,
-and the prefix cache is off, so that every prompt is computed and sent whole.
+``run_transfer_bench`` deploys each combination of sharing rule, transport and ranks in turn, sends all of them the same
+prompts, and returns one ``TransferRun`` per deployment and prompt length. Prompts are random tokens that differ from
+the first one on, and the prefix cache is off, so that every prompt is computed and sent whole.
 """
 
 import asyncio
+import itertools
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,10 @@ from cluster.bench.load import (
 )
 from cluster.bench.prompts import random_prompts
 from cluster.client import ApiClient
-from cluster.config import ClusterConfig, Mode
+from cluster.config import ClusterConfig, ConfigError, Mode
 from cluster.errors import CrosskvError
+from kv_transfer.transport import Transport
+from worker.config import Role
 
 Progress = Callable[[str], None]
 
@@ -37,7 +40,7 @@ _POLL_LIMIT_SECONDS = 15.0
 
 
 class Cluster(Protocol):
-    """A running cluster that can be given another layout."""
+    """A running cluster that can be given another configuration."""
 
     @property
     def base_url(self) -> str:
@@ -49,14 +52,55 @@ class Cluster(Protocol):
         ...
 
 
-StartCluster = Callable[[ClusterConfig, Progress], AbstractContextManager[Cluster]]
+class StartCluster(Protocol):
+    """Starts a cluster with ``config`` that has room for each of ``later`` in its place, and stops it again."""
+
+    def __call__(
+        self, config: ClusterConfig, progress: Progress, later: Sequence[ClusterConfig]
+    ) -> AbstractContextManager[Cluster]:
+        """Return when it can answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Over how many ranks each prefill and each decode replica is split."""
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "Ranks":
+        """Those of a configuration."""
+        return cls(config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE))
+
+    def __str__(self) -> str:
+        return f"{self.prefill}:{self.decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One combination, and the configuration that it means."""
+
+    sharing: str
+    transport: Transport
+    ranks: Ranks
+    config: ClusterConfig
+
+    def __str__(self) -> str:
+        return f"{self.sharing}, {self.transport}, {self.ranks}"
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What to compare. Every layout gets ``requests`` prompts of each length, ``concurrency`` at a time."""
+    """What to compare: every combination of ``sharing``, ``transports`` and ``ranks``.
+
+    Each gets ``requests`` prompts of each length, ``concurrency`` at a time, and before them one more to warm up.
+    """
 
     sharing: tuple[str, ...]
+    transports: tuple[Transport, ...]
+    ranks: tuple[Ranks, ...]
     prompt_tokens: tuple[int, ...]
     requests: int
     concurrency: int
@@ -64,8 +108,16 @@ class TransferPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.sharing or not self.prompt_tokens:
-            raise CrosskvError("--sharing and --prompt-tokens need at least one value each")
+        for flag, values in (
+            ("--sharing", self.sharing),
+            ("--transports", self.transports),
+            ("--ranks", self.ranks),
+            ("--prompt-tokens", self.prompt_tokens),
+        ):
+            if not values:
+                raise CrosskvError(f"{flag} needs at least one value")
+            if len(set(values)) < len(values):
+                raise CrosskvError(f"{flag} {','.join(map(str, values))}: holds a value twice; name each once")
         if min(self.prompt_tokens) < 2:
             raise CrosskvError(
                 f"--prompt-tokens {min(self.prompt_tokens)}: a prompt of fewer than 2 tokens sends no KV; use 2 or more"
@@ -78,15 +130,51 @@ class TransferPlan:
             if value < 1:
                 raise CrosskvError(f"{flag} {value}: must be at least 1")
 
+    def extent(self) -> str:
+        """How many deployments and requests there will be, in words."""
+        deployments = len(self.sharing) * len(self.transports) * len(self.ranks)
+        each = len(self.prompt_tokens) * (1 + self.requests)
+        tokens = sum(self.prompt_tokens) * (1 + self.requests)
+        return (
+            f"{deployments:,} deployments, each for {each:,} requests ({len(self.prompt_tokens)} of them to warm up) "
+            f"of {tokens:,} prompt tokens in all"
+        )
+
+    def deployments(self, config: ClusterConfig) -> tuple[Deployment, ...]:
+        """Every combination, by sharing rule first. Of ``config`` they replace what decides which bytes are sent.
+
+        Raises ``CrosskvError``, which names the item, for a combination that no cluster can have.
+        """
+        # A prompt that waits long for a slow machine is still to be sent, not to be computed on the other side.
+        patience = max(config.transfer_timeout, config.request_timeout)
+        config = config.replace(
+            mode=Mode.DISAGGREGATED, prefix_caching=False, local_prefill_threshold=0, transfer_timeout=patience
+        )
+        deployments = []
+        for sharing, transport, ranks in itertools.product(self.sharing, self.transports, self.ranks):
+            shared = _changed(config, f"--sharing {sharing}", kv_sharing=sharing)
+            split = _changed(
+                shared,
+                f"--ranks {ranks}",
+                prefill_tensor_parallel_size=ranks.prefill,
+                tensor_parallel_size=ranks.decode,
+            )
+            deployments.append(Deployment(sharing, transport, ranks, split.replace(transport=transport)))
+        return tuple(deployments)
+
 
 @dataclass(frozen=True, slots=True)
 class TransferRun:
-    """One layout under one prompt length. Bytes are sums over all requests, ``wire_bytes`` what the kernel counted.
+    """One deployment under one prompt length.
 
-    ``bytes_saved`` compares with the same requests in a model without sharing.
+    Bytes are sums over all requests and over all ranks that received them, ``wire_bytes`` what the kernel counted.
+    ``bytes_saved`` compares with the same requests in a model without sharing. ``transfer_ms`` is what the decode
+    replica reports, from the call to the prefill replica until the KV is complete.
     """
 
     sharing: str
+    transport: Transport
+    ranks: Ranks
     prompt_tokens: int
     requests: int
     concurrency: int
@@ -105,43 +193,38 @@ class TransferRun:
 
 
 def run_transfer_bench(
-    config: ClusterConfig, plan: TransferPlan, vocabulary: int, start: StartCluster, progress: Progress
+    plan: TransferPlan, deployments: Sequence[Deployment], vocabulary: int, start: StartCluster, progress: Progress
 ) -> list[TransferRun]:
-    """Serve every layout in turn and measure it. ``config.kv_sharing`` is replaced, prefix caching turned off."""
-    layouts = [
-        config.replace(
-            kv_sharing=sharing,
-            mode=Mode.DISAGGREGATED,
-            prefix_caching=False,
-            local_prefill_threshold=0,
-            # A prompt that waits long for a slow machine is still to be sent, not to be computed on the other side.
-            transfer_timeout=max(config.transfer_timeout, config.request_timeout),
-        )
-        for sharing in plan.sharing
-    ]
+    """Deploy each in turn and measure all prompt lengths on it."""
     # One more of each length for warming up.
     prompts = random_prompts(plan.prompt_tokens, plan.requests + 1, vocabulary, plan.seed)
+    first, *others = deployments
     runs = []
-    with start(layouts[0], progress) as cluster:
-        for number, (sharing, layout) in enumerate(zip(plan.sharing, layouts, strict=True)):
-            if number:
-                progress(f"redeploying with KV sharing {sharing}")
-                cluster.redeploy(layout)
+    with start(first.config, progress, [other.config for other in others]) as cluster:
+        for number, deployment in enumerate(deployments, start=1):
+            if deployment is not first:
+                progress(f"deployment {number} of {len(deployments)}: {deployment}")
+                cluster.redeploy(deployment.config)
             with ApiClient(cluster.base_url) as client:
                 target = Target(cluster.base_url, client.model_name(), parameters={"ignore_eos": True})
                 for length in plan.prompt_tokens:
-                    progress(f"{sharing}: {plan.requests} prompts of {length} tokens")
-                    runs.append(_measure(client, target, plan, sharing=sharing, length=length, prompts=prompts[length]))
+                    progress(f"{deployment}: {1 + plan.requests} prompts of {length} tokens")
+                    runs.append(_measure(client, target, plan, deployment, prompts[length]))
     return runs
+
+
+def _changed(config: ClusterConfig, item: str, **changes: object) -> ClusterConfig:
+    try:
+        return ClusterConfig.load(**(config.model_dump() | changes))
+    except ConfigError as error:
+        raise CrosskvError(f"{item}: {error}") from None
 
 
 def _measure(
     client: ApiClient,
     target: Target,
     plan: TransferPlan,
-    *,
-    sharing: str,
-    length: int,
+    deployment: Deployment,
     prompts: Sequence[tuple[int, ...]],
 ) -> TransferRun:
     warm_up, *measured = [LoadRequest(prompt, plan.output_tokens) for prompt in prompts]
@@ -159,8 +242,10 @@ def _measure(
             f"the kernel counted {wire:,} bytes on the KV connections, fewer than the payload {payload:,}"
         )
     return TransferRun(
-        sharing=sharing,
-        prompt_tokens=length,
+        sharing=deployment.sharing,
+        transport=deployment.transport,
+        ranks=deployment.ranks,
+        prompt_tokens=len(prompts[0]),
         requests=len(records),
         concurrency=plan.concurrency,
         payload_bytes=payload,

@@ -284,7 +284,9 @@ def _best(scores: torch.Tensor, topk: int) -> torch.Tensor:
     lowest = scores.topk(count, sorted=False).values.amin(dim=1, keepdim=True)
     above, equal = scores > lowest, scores == lowest
     chosen = above | (equal & (equal.cumsum(dim=1) <= count - above.sum(dim=1, keepdim=True)))
-    positions = chosen.nonzero()[:, 1].view(len(scores), count)
+    # Meta tensors hold no numbers, so nothing is chosen; the shape is the same.
+    found = chosen.new_empty(len(scores) * count, 2, dtype=torch.int64) if chosen.is_meta else chosen.nonzero()
+    positions = found[:, 1].view(len(scores), count)
     positions = positions.masked_fill(scores.gather(1, positions) == -torch.inf, -1)
     return F.pad(positions, (0, topk - count), value=-1)
 

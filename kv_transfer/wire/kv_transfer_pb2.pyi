@@ -21,30 +21,38 @@ LIFETIME_STATE: Lifetime
 LIFETIME_FIRST_TOKENS: Lifetime
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "layout", "transport")
+    __slots__ = ("wire_version", "incarnation", "layout", "transport", "rank", "ranks")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     layout: Layout
     transport: str
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport: _Optional[str] = ...) -> None: ...
+    rank: int
+    ranks: int
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., transport: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "layout", "max_streams", "transport")
+    __slots__ = ("wire_version", "incarnation", "layout", "max_streams", "transport", "rank", "ranks")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_STREAMS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     layout: Layout
     max_streams: int
     transport: str
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., max_streams: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    rank: int
+    ranks: int
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., max_streams: _Optional[int] = ..., transport: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("fingerprint", "kv_dtype", "sections", "sharing_digest", "sharing_layers")
@@ -85,7 +93,7 @@ class Owner(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kv_heads: _Optional[int] = ..., bytes_per_slot: _Optional[int] = ..., sharers: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "prefill_incarnation", "token_ids", "lacking", "cache_salt", "timeout_ms", "decode_incarnation")
+    __slots__ = ("request_id", "epoch", "prefill_incarnation", "token_ids", "lacking", "cache_salt", "timeout_ms", "decode_incarnation", "receiver", "receivers")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +102,8 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prefill_incarnation: str
@@ -102,7 +112,9 @@ class PrefillRequest(_message.Message):
     cache_salt: str
     timeout_ms: int
     decode_incarnation: str
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., decode_incarnation: _Optional[str] = ...) -> None: ...
+    receiver: int
+    receivers: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., decode_incarnation: _Optional[str] = ..., receiver: _Optional[int] = ..., receivers: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("decode_incarnation", "generation")

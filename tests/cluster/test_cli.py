@@ -3,7 +3,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,9 +336,15 @@ def test_bench_serve_fails_when_requests_do(crosskv: Run, fake_server: Any) -> N
         (("--prompt-tokens", "64,50000"), "50016"),
         (("--requests", "0"), "--requests 0"),
         (("--kv-cache-memory", "4MiB"), "--kv-cache-memory"),
+        (("--sharing", "none,most"), "--sharing most: --kv-sharing = 'most': must be"),
+        (("--transports", "grpc,smoke"), "--transports 'grpc,smoke': must be of grpc and torch"),
+        (("--ranks", "1:1,2"), "--ranks '1:1,2': must be prefill:decode"),
+        (("--ranks", "1:1,0:1"), "--ranks 0:1: --prefill-tensor-parallel-size = 0: input should be greater"),
+        (("--ranks", "1:1,1:3"), "--ranks 1:3: --tensor-parallel-size 3"),
+        (("--ranks", "5:1"), "--ranks 5:1: --prefill-tensor-parallel-size 5"),
     ],
 )
-def test_bench_transfer_checks_every_layout_first(
+def test_bench_transfer_checks_every_deployment_first(
     crosskv: Run, qwen3_8b: Path, tmp_path: Path, arguments: tuple[str, str], expected: str
 ) -> None:
     code, _, err = crosskv("bench", "transfer", "--model", str(qwen3_8b), "--output", str(tmp_path / "out"), *arguments)
@@ -356,7 +362,9 @@ class FakeCluster:
         self.stopped = False
 
     @contextmanager
-    def start(self, config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Any]:
+    def start(
+        self, config: ClusterConfig, progress: Callable[[str], None], later: Sequence[ClusterConfig] = ()
+    ) -> Iterator[Any]:
         self.redeploy(config)
         yield SimpleNamespace(base_url=self.server.base_url, redeploy=self.redeploy)
         self.stopped = True
@@ -414,5 +422,6 @@ def test_bench_transfer_writes_its_report(
     assert none["payload_bytes"] == 2 * every_second["payload_bytes"] == 2 * 3 * 200
     assert report["environment"]["command"].startswith("crosskv bench transfer --model ")
     assert "report.md" in out
+    assert "2 deployments, each for 3 requests" in out
     fake_server.excess_bytes = 1
     assert crosskv(*arguments)[0] == 1

@@ -11,7 +11,7 @@ from worker.replica_record import ReplicaRecord
 
 
 def record(name: str) -> ReplicaRecord:
-    return ReplicaRecord(Role.DECODE, name, "127.0.0.1:1", None)
+    return ReplicaRecord(Role.DECODE, name, "127.0.0.1:1")
 
 
 def test_entries_expire_and_a_new_directory_says_that_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.handshake import layout_message
 from kv_transfer.layout import WIRE_VERSION, CacheLayout, Piece
 from kv_transfer.prefill_peer import PieceArrived, PrefillPeer, TransferEnded, TransferEvent
-from kv_transfer.prefill_server import PrefillJob, PrefillServer
+from kv_transfer.prefill_server import PrefillJob, PrefillServer, RankStream
+from kv_transfer.rank_pair import ONLY_PAIR, RankPair
 from kv_transfer.staging import StagingBudget
 from kv_transfer.wire import kv_transfer_pb2 as wire
 from tests.kv_transfer.layouts import LAYOUT
@@ -36,21 +37,31 @@ def eventually(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
 
 
 class Prefill:
-    """A server whose engine is the test."""
+    """A server whose engine is the test: of rank ``rank`` of ``ranks``."""
 
-    def __init__(self, layout: CacheLayout = LAYOUT, max_streams: int = 4) -> None:
-        self._jobs: queue.Queue[PrefillJob] = queue.Queue()
-        self.server = PrefillServer(layout, "prefill-1", max_streams, self._jobs.put, host="127.0.0.1")
+    def __init__(self, layout: CacheLayout = LAYOUT, max_streams: int = 4, rank: int = 0, ranks: int = 1) -> None:
+        self._calls: queue.Queue[PrefillJob | RankStream] = queue.Queue()
+        self.server = PrefillServer(
+            layout, "prefill-1", max_streams, self._calls.put, host="127.0.0.1", rank=rank, ranks=ranks
+        )
         self.server.start()
         self.address = f"127.0.0.1:{self.server.port}"
 
     def job(self) -> PrefillJob:
-        return self._jobs.get(timeout=SECONDS)
+        call = self._calls.get(timeout=SECONDS)
+        assert isinstance(call, PrefillJob)
+        return call
+
+    def attached(self) -> RankStream:
+        """A call that brings no prompt."""
+        call = self._calls.get(timeout=SECONDS)
+        assert isinstance(call, RankStream)
+        return call
 
     @property
     def untouched(self) -> bool:
         """Whether no call has reached the engine."""
-        return self._jobs.empty()
+        return self._calls.empty()
 
 
 def prefill_request(
@@ -62,6 +73,7 @@ def prefill_request(
         epoch=epoch,
         token_ids=TOKENS,
         prefill_incarnation="prefill-1",
+        decode_incarnation="decode-1",
         lacking=[wire.SlotRange(begin=begin, end=end) for begin, end in lacking],
     )
 
@@ -69,9 +81,11 @@ def prefill_request(
 class Decode:
     """A peer whose engine is the test."""
 
-    def __init__(self, address: str, *, layout: CacheLayout = LAYOUT, staged: int = 64 * MIB) -> None:
+    def __init__(
+        self, address: str, *, layout: CacheLayout = LAYOUT, staged: int = 64 * MIB, pair: RankPair = ONLY_PAIR
+    ) -> None:
         self.staging = StagingBudget(staged)
-        self.peer = PrefillPeer(address, layout, "decode-1", self.staging)
+        self.peer = PrefillPeer(address, layout, "decode-1", self.staging, pair=pair)
         self._events: queue.Queue[TransferEvent] = queue.Queue()
         self._transfers: list[prefill_peer.Transfer] = []
 

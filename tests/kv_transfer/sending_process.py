@@ -17,8 +17,8 @@ from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.group_sender import GroupSender
 from kv_transfer.layout import CacheLayout, Piece, SlotRange
 from kv_transfer.pair_group import GroupSettings
-from kv_transfer.plan import plan_pieces
-from kv_transfer.prefill_server import PrefillJob, PrefillServer
+from kv_transfer.plan import plan_pieces, whole_section
+from kv_transfer.prefill_server import PrefillJob, PrefillServer, RankStream
 from tests.kv_transfer.layouts import make_layout
 
 ODD = make_layout(1, 3, 1021, 65537)
@@ -36,7 +36,8 @@ def payload_of(piece: Piece, epoch: int, layout: CacheLayout = ODD) -> bytes:
 
 def pieces_of(lacking: Sequence[SlotRange]) -> list[Piece]:
     """What is sent of each section: 12 and 36 bytes, then 12 times 1021 and 12 times 65537."""
-    return [piece for index, slots in enumerate(lacking) for piece in plan_pieces(ODD, index, slots, MAX_PIECE_BYTES)]
+    sections = [whole_section(ODD, index, slots) for index, slots in enumerate(lacking)]
+    return [piece for whole in sections for piece in plan_pieces(ODD, whole, MAX_PIECE_BYTES)]
 
 
 class _Sender:
@@ -44,9 +45,10 @@ class _Sender:
         self._pair: list[PrefillJob] = []
         self._lock = threading.Lock()
 
-    def accept(self, job: PrefillJob) -> None:
+    def accept(self, job: PrefillJob | RankStream) -> None:
+        assert isinstance(job, PrefillJob)
         jobs = [job]
-        if job.request_id == "pair":
+        if job.name.request_id == "pair":
             # Calls come in any order.
             with self._lock:
                 self._pair.append(job)
@@ -60,10 +62,11 @@ class _Sender:
 
     def _frames(self, job: PrefillJob) -> Iterator[PieceFrame | EndFrame | None]:
         pieces = pieces_of(job.lacking)
-        stalls = int(job.request_id.split("-")[1]) if job.request_id.startswith("stalls") else None
+        name, epoch = job.name.request_id, job.name.epoch
+        stalls = int(name.split("-")[1]) if name.startswith("stalls") else None
         for piece in pieces[:stalls]:
-            yield PieceFrame(job.epoch, piece, memoryview(bytearray(payload_of(piece, job.epoch))))
-        yield None if stalls is not None else EndFrame(job.epoch, 0, len(pieces), 0, 0.0, 0.0)
+            yield PieceFrame(epoch, piece, memoryview(bytearray(payload_of(piece, epoch))))
+        yield None if stalls is not None else EndFrame(epoch, 0, len(pieces), 0, 0.0, 0.0)
 
 
 def serve() -> None:

@@ -36,7 +36,7 @@ def test_a_piece_survives_the_wire_and_is_not_copied(frame: PieceFrame) -> None:
     assert decoded == frame
     assert isinstance(decoded, PieceFrame)
     assert decoded.payload.obj is message
-    assert message.endswith(bytes(frame.payload))
+    assert message.startswith(bytes(frame.payload))
 
 
 @given(frame=end_frames)
@@ -75,7 +75,7 @@ def test_random_bytes_are_refused(message: bytes) -> None:
 @given(header=st.binary(max_size=60), payload=st.binary(max_size=20))
 @settings(max_examples=300, deadline=None)
 def test_random_headers_are_refused(header: bytes, payload: bytes) -> None:
-    frame = decode_or_refuse(struct.pack("<I", len(header)) + header + payload)
+    frame = decode_or_refuse(payload + header + struct.pack("<I", len(header)))
     if isinstance(frame, PieceFrame):
         assert frame.payload == payload
 
@@ -95,9 +95,9 @@ def test_a_damaged_frame_is_refused_or_still_says_how_much_it_carries(frame: Fra
 def test_a_frame_that_is_too_short_or_too_long_is_refused(frame: Frame, cut: int, extra: bytes) -> None:
     message = encode_frame(frame)
     with pytest.raises(FrameError):
-        decode_frame(message[: max(0, len(message) - cut)])
+        decode_frame(message[cut:])
     with pytest.raises(FrameError):
-        decode_frame(message + extra)
+        decode_frame(extra + message)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_a_frame_that_is_too_short_or_too_long_is_refused(frame: Frame, cut: int
         (b"", "no header length"),
         (b"\x00\x00\x00", "no header length"),
         (b"\xff\xff\xff\xff", "claims a header of 4294967295"),
-        (b"\x05\x00\x00\x00abcd", "claims a header of 5"),
-        (struct.pack("<I", MAX_HEADER_BYTES + 1) + bytes(2000), "claims a header of 1025"),
-        (b"\x01\x00\x00\x00\xff", "not a FrameHeader"),
+        (b"abcd\x05\x00\x00\x00", "claims a header of 5"),
+        (bytes(2000) + struct.pack("<I", MAX_HEADER_BYTES + 1), "claims a header of 1025"),
+        (b"\xff\x01\x00\x00\x00", "not a FrameHeader"),
         (b"\x00\x00\x00\x00", "neither a piece nor an end"),
-        (b"\x02\x00\x00\x00\x08\x01", "neither a piece nor an end"),
+        (b"\x08\x01\x02\x00\x00\x00", "neither a piece nor an end"),
     ],
 )
 def test_a_refusal_says_why(message: bytes, reason: str) -> None:

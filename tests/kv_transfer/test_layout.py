@@ -2,7 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.layout import CacheLayout, Lifetime, Piece, Section, SlotRange
-from tests.kv_transfer.layouts import HYBRID, SINKS, layouts, needed_slots
+from kv_transfer.rank_pair import unshared_bytes
+from tests.kv_transfer.layouts import HYBRID, SINKS, layout_of, layouts, needed_slots
 
 
 def slots_of(slots: SlotRange) -> set[int]:
@@ -58,11 +59,9 @@ def test_a_state_is_ready_once_and_only_at_the_end() -> None:
 
 
 def test_sizes_count_owners_once_and_sharing_layers_only_when_asked() -> None:
-    full, window, state = HYBRID.sections
     assert [section.bytes_per_slot for section in HYBRID.sections] == [24, 4, 150]
-    assert full.unshared_bytes_per_slot == 8 + 4 * 16
-    assert window.unshared_bytes_per_slot == 8
-    assert state.unshared_bytes_per_slot == 150
+    unshared = [unshared_bytes(layout_of(section), [SlotRange(0, 1)], receivers=1) for section in HYBRID.sections]
+    assert unshared == [8 + 4 * 16, 8, 150]
     assert [owner.name for owner in HYBRID.owners] == ["full.0", "full.1", "window.0", "state.0", "state.1"]
 
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kv_transfer.layout import CacheLayout, Piece, SlotRange
 from kv_transfer.ledger import Ledger, UnexpectedPiece
 from kv_transfer.manifest import Manifest
-from kv_transfer.plan import lacking, plan_pieces
+from kv_transfer.plan import lacking, plan_pieces, whole_section
 from tests.kv_transfer.layouts import layouts, make_layout
 
 Slot = tuple[int, int, int]
@@ -16,7 +16,7 @@ Slot = tuple[int, int, int]
 
 
 def manifest(layout: CacheLayout, *ranges: SlotRange) -> Manifest:
-    return Manifest("r", 1, ranges, tables=(), deadline=0.0, layout=layout)
+    return Manifest("r", 1, ranges, layout)
 
 
 def slots_of(piece: Piece) -> set[Slot]:
@@ -36,7 +36,8 @@ def test_pieces_complete_a_transfer_in_any_order(
     held = [data.draw(st.integers(0, 20)) for _ in layout.sections]
     expected = manifest(layout, *lacking(layout, prompt, held))
     ledger = Ledger(expected)
-    planned = [p for i, slots in enumerate(expected.ranges) for p in plan_pieces(layout, i, slots, limit)]
+    sections = [whole_section(layout, index, slots) for index, slots in enumerate(expected.ranges)]
+    planned = [piece for whole in sections for piece in plan_pieces(layout, whole, limit)]
     for piece in data.draw(st.permutations(planned)):
         assert not ledger.complete
         ledger.check(piece, piece.payload_bytes(layout))

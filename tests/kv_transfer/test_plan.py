@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -6,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.layout import CacheLayout, Lifetime, OwnerLayer, Piece, Section, SlotRange
-from kv_transfer.plan import check_request, lacking, lower_bound, plan_pieces, unshared_bytes
+from kv_transfer.plan import check_request, lacking, lower_bound, plan_pieces, whole_section
+from kv_transfer.rank_pair import unshared_bytes
 from tests.kv_transfer.layouts import HYBRID, layout_of, layouts, make_layout, needed_slots, slot_ranges
 
 
@@ -28,6 +30,16 @@ def slots_in(pieces: list[Piece]) -> Counter[tuple[int, int, int]]:
 
 
 @st.composite
+def large_pieces(draw: st.DrawFn, layout: CacheLayout) -> Piece:
+    """Consecutive owners of a section, and any slots of them."""
+    section = draw(st.integers(0, len(layout.sections) - 1))
+    begin = draw(st.integers(0, len(layout.sections[section].owners) - 1))
+    end = draw(st.integers(begin + 1, len(layout.sections[section].owners)))
+    slots = draw(slot_ranges())
+    return Piece(section, begin, end, slots.begin, slots.end)
+
+
+@st.composite
 def held_of(draw: st.DrawFn, layout: CacheLayout) -> list[int]:
     """What a decode replica may hold of every section."""
     return [draw(st.integers(0, 40)) for _ in layout.sections]
@@ -36,16 +48,13 @@ def held_of(draw: st.DrawFn, layout: CacheLayout) -> list[int]:
 # Pieces
 
 
-@given(layout=layouts, slots=slot_ranges(), limit=st.integers(1, 2000), data=st.data())
+@given(layout=layouts, limit=st.integers(1, 2000), data=st.data())
 @settings(max_examples=200)
-def test_pieces_cover_everything_once_in_producing_order(
-    layout: CacheLayout, slots: SlotRange, limit: int, data: st.DataObject
-) -> None:
-    section = data.draw(st.integers(0, len(layout.sections) - 1))
-    owners = layout.sections[section].owners
-    pieces = list(plan_pieces(layout, section, slots, limit))
+def test_pieces_cover_everything_once_in_producing_order(layout: CacheLayout, limit: int, data: st.DataObject) -> None:
+    whole = data.draw(large_pieces(layout))
+    pieces = list(plan_pieces(layout, whole, limit))
 
-    assert slots_in(pieces) == Counter(product([section], range(len(owners)), range(slots.begin, slots.end)))
+    assert slots_in(pieces) == slots_in([whole])
     for piece, following in pairwise(pieces):
         if following.layer_begin == piece.layer_begin:
             assert following.layer_end == piece.layer_end
@@ -58,19 +67,25 @@ def test_pieces_cover_everything_once_in_producing_order(
         assert size_of(layout, piece) <= limit or one_slot_of_one_layer
 
 
-@given(layout=layouts, slots=slot_ranges(), limit=st.integers(1, 2000), data=st.data())
+@given(layout=layouts, limit=st.integers(1, 2000), data=st.data())
 def test_no_two_neighbours_would_have_fitted_into_one_piece(
-    layout: CacheLayout, slots: SlotRange, limit: int, data: st.DataObject
+    layout: CacheLayout, limit: int, data: st.DataObject
 ) -> None:
-    section = data.draw(st.integers(0, len(layout.sections) - 1))
-    for piece, following in pairwise(plan_pieces(layout, section, slots, limit)):
-        whole_range = (piece.slot_begin, piece.slot_end) == (slots.begin, slots.end)
+    whole = data.draw(large_pieces(layout))
+    for piece, following in pairwise(plan_pieces(layout, whole, limit)):
+        whole_range = (piece.slot_begin, piece.slot_end) == (whole.slot_begin, whole.slot_end)
         if whole_range:
-            wider = Piece(section, piece.layer_begin, piece.layer_end + 1, slots.begin, slots.end)
-            assert size_of(layout, wider) > limit
+            assert size_of(layout, replace(piece, layer_end=piece.layer_end + 1)) > limit
         elif following.layer_begin == piece.layer_begin:
-            longer = Piece(section, piece.layer_begin, piece.layer_end, piece.slot_begin, piece.slot_end + 1)
-            assert size_of(layout, longer) > limit
+            assert size_of(layout, replace(piece, slot_end=piece.slot_end + 1)) > limit
+
+
+@given(layout=layouts, slots=slot_ranges(), data=st.data())
+def test_a_section_is_one_piece_of_all_its_owners(layout: CacheLayout, slots: SlotRange, data: st.DataObject) -> None:
+    section = data.draw(st.integers(0, len(layout.sections) - 1))
+    owners = range(len(layout.sections[section].owners))
+    every = Counter(product([section], owners, range(slots.begin, slots.end)))
+    assert slots_in([whole_section(layout, section, slots)]) == every
 
 
 @given(layout=layouts, prompt=st.integers(1, 60), limit=st.integers(1, 500), data=st.data())
@@ -87,7 +102,8 @@ def test_a_whole_transfer_sends_every_lacking_slot_of_every_owner_once_and_nothi
     for computed in sorted(ends):
         for index, (section, slots) in enumerate(zip(layout.sections, ranges, strict=True)):
             ready = section.ready(slots, prompt, computed)
-            new = list(plan_pieces(layout, index, SlotRange(sent[index], ready.end), limit))
+            unsent = SlotRange(sent[index], ready.end)
+            new = list(plan_pieces(layout, whole_section(layout, index, unsent), limit))
             if section.lifetime is Lifetime.STATE:
                 assert not new or computed == prompt - 1, "a state is sent before it is the last one"
             pieces += new
@@ -106,17 +122,17 @@ def test_a_whole_transfer_sends_every_lacking_slot_of_every_owner_once_and_nothi
 
 def test_a_short_prompt_goes_in_one_piece() -> None:
     layout = make_layout(8, 8, 8)
-    slots = SlotRange(3, 10)
-    assert list(plan_pieces(layout, 0, slots, 8 * 3 * 7)) == [Piece(0, 0, 3, 3, 10)]
-    assert list(plan_pieces(layout, 0, slots, 8 * 3 * 7 - 1)) == [Piece(0, 0, 2, 3, 10), Piece(0, 2, 3, 3, 10)]
+    whole = Piece(0, 0, 3, 3, 10)
+    assert list(plan_pieces(layout, whole, 8 * 3 * 7)) == [whole]
+    assert list(plan_pieces(layout, whole, 8 * 3 * 7 - 1)) == [Piece(0, 0, 2, 3, 10), Piece(0, 2, 3, 3, 10)]
 
 
 def test_a_state_larger_than_the_limit_is_still_whole() -> None:
-    assert list(plan_pieces(HYBRID, 2, SlotRange(0, 1), 60)) == [Piece(2, 0, 1, 0, 1), Piece(2, 1, 2, 0, 1)]
+    assert list(plan_pieces(HYBRID, Piece(2, 0, 2, 0, 1), 60)) == [Piece(2, 0, 1, 0, 1), Piece(2, 1, 2, 0, 1)]
 
 
 def test_nothing_to_send_makes_no_piece() -> None:
-    assert list(plan_pieces(make_layout(8), 0, SlotRange(5, 5), 100)) == []
+    assert list(plan_pieces(make_layout(8), Piece(0, 0, 1, 5, 5), 100)) == []
 
 
 # What lacks
@@ -135,7 +151,7 @@ def test_lacking_and_its_bytes_slot_by_slot(layout: CacheLayout, prompt: int, da
             bound += owner.bytes_per_slot * len(missing)
             unshared += (1 + owner.sharers) * owner.bytes_per_slot * len(missing)
     assert lower_bound(layout, ranges) == bound
-    assert unshared_bytes(layout, ranges) == unshared
+    assert unshared_bytes(layout, ranges, receivers=1) == unshared
     assert check_request(layout, prompt, ranges) is None
 
 

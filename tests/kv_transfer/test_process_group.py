@@ -297,4 +297,4 @@ def test_a_frame_that_names_a_send_carries_no_payload() -> None:
     frame = SentFrame(epoch=3, piece=Piece(0, 1, 2, 4, 9), size=15, generation=7, sequence=1 << 40)
     assert decode_frame(encode_frame(frame)) == frame
     with pytest.raises(FrameError, match="announces 15 bytes and carries 15"):
-        decode_frame(encode_frame(frame) + bytes(15))
+        decode_frame(bytes(15) + encode_frame(frame))

@@ -7,8 +7,10 @@ from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.layout import Piece, SlotRange
 from kv_transfer.ledger import Ledger
 from kv_transfer.manifest import Manifest
-from kv_transfer.plan import plan_pieces
+from kv_transfer.plan import plan_pieces, whole_section
 from kv_transfer.prefill_peer import PieceArrived, TransferEnded
+from kv_transfer.prefill_server import TransferName
+from kv_transfer.rank_pair import RankPair
 from tests.kv_transfer.connection import END, MIB, TOKENS, Decode, NewDecode, NewPrefill, Prefill, eventually, frame
 from tests.kv_transfer.layouts import HYBRID, LAYOUT
 
@@ -19,11 +21,12 @@ def test_a_complete_transfer(prefill: Prefill, decode: Decode) -> None:
 
     decode.ask(name="request", epoch=7, lacking=[(3, 12)], cache_salt="salt", timeout_ms=1500)
     job = prefill.job()
-    assert (job.request_id, job.epoch, job.token_ids, job.lacking) == ("request", 7, TOKENS, (SlotRange(3, 12),))
+    assert job.name == TransferName("decode-1", "request", 7)
+    assert (job.receivers, job.token_ids, job.lacking) == (1, TOKENS, (SlotRange(3, 12),))
     assert (job.cache_salt, job.timeout) == ("salt", 1.5)
 
-    ledger = Ledger(Manifest("request", 7, job.lacking, (), 0.0, LAYOUT))
-    pieces = list(plan_pieces(LAYOUT, 0, job.lacking[0], max_piece_bytes=72))
+    ledger = Ledger(Manifest("request", 7, job.lacking, LAYOUT))
+    pieces = list(plan_pieces(LAYOUT, whole_section(LAYOUT, 0, job.lacking[0]), max_piece_bytes=72))
     for piece in pieces:
         job.stream.put(frame(piece, epoch=7))
     end = replace(END, epoch=7)
@@ -47,8 +50,9 @@ def test_a_transfer_of_tokens_a_window_and_a_state(new_prefill: NewPrefill, new_
     job = prefill.job()
     assert job.lacking == (SlotRange(5, 12), SlotRange(9, 12), SlotRange(0, 1))
 
-    ledger = Ledger(Manifest("r", 1, job.lacking, (), 0.0, HYBRID))
-    pieces = [piece for i, slots in enumerate(job.lacking) for piece in plan_pieces(HYBRID, i, slots, 60)]
+    ledger = Ledger(Manifest("r", 1, job.lacking, HYBRID))
+    sections = [whole_section(HYBRID, index, slots) for index, slots in enumerate(job.lacking)]
+    pieces = [piece for whole in sections for piece in plan_pieces(HYBRID, whole, 60)]
     for piece in pieces:
         job.stream.put(frame(piece, layout=HYBRID))
     job.stream.put(END)
@@ -62,6 +66,46 @@ def test_a_transfer_of_tokens_a_window_and_a_state(new_prefill: NewPrefill, new_
     assert ledger.received_bytes == 7 * (8 + 16) + 3 * 4 + (100 + 50)
 
 
+def test_a_rank_attaches_to_a_transfer_and_says_nothing_of_its_prompt(
+    new_prefill: NewPrefill, new_decode: NewDecode
+) -> None:
+    """Each of two prefill ranks has one of the two heads; a decode replica that is not split needs both."""
+    streams = []
+    for rank in range(2):
+        prefill = new_prefill(rank=rank, ranks=2)
+        decode = new_decode(prefill.address, pair=RankPair(rank, 2, 0, 1))
+        decode.peer.connect()
+        decode.ask(name="request", epoch=3)
+        streams.append((prefill, decode, decode.peer.passing.layout))
+    (first, _, _), (second, decode, passing) = streams
+    assert first.job().name == TransferName("decode-1", "request", 3)
+    attached = second.attached()
+    assert (attached.name, attached.receiver) == (TransferName("decode-1", "request", 3), 0)
+
+    piece = frame(Piece(0, 0, 3, 0, 12), epoch=3, layout=passing)
+    assert piece.payload.nbytes == 3 * 12 * 8 // 2
+    attached.stream.put(piece)
+    attached.stream.put(replace(END, epoch=3))
+    assert decode.piece() == PieceArrived("request", piece, sender=1)
+    ended = decode.ended()
+    assert (ended.end, ended.sender) == (replace(END, epoch=3), 1)
+
+
+def test_every_rank_of_a_decode_replica_has_a_stream_and_the_first_brings_the_prompt(
+    prefill: Prefill, new_decode: NewDecode
+) -> None:
+    for rank in (1, 0):
+        decode = new_decode(prefill.address, pair=RankPair(0, 1, rank, 2))
+        decode.peer.connect()
+        decode.ask()
+        if rank:
+            attached = prefill.attached()
+            assert (attached.name, attached.receiver) == (TransferName("decode-1", "r", 1), 1)
+        else:
+            job = prefill.job()
+            assert (job.name, job.receivers, job.token_ids) == (TransferName("decode-1", "r", 1), 2, TOKENS)
+
+
 def test_many_transfers_share_a_connection_without_mixing(prefill: Prefill, decode: Decode) -> None:
     # Three at a time, over and over: a stream that has ended makes room for another.
     for epoch in range(0, 12, 3):
@@ -70,9 +114,9 @@ def test_many_transfers_share_a_connection_without_mixing(prefill: Prefill, deco
         jobs = [prefill.job() for _ in range(3)]
         for layer in range(3):
             for job in jobs:
-                job.stream.put(frame(Piece(0, layer, layer + 1, 0, 12), job.epoch))
+                job.stream.put(frame(Piece(0, layer, layer + 1, 0, 12), job.name.epoch))
         for job in jobs:
-            job.stream.put(replace(END, epoch=job.epoch))
+            job.stream.put(replace(END, epoch=job.name.epoch))
         seen: dict[str, list[PieceFrame]] = {}
         ended: dict[tuple[str, int], EndFrame | None] = {}
         while len(ended) < 3:
@@ -81,9 +125,9 @@ def test_many_transfers_share_a_connection_without_mixing(prefill: Prefill, deco
                 seen.setdefault(event.request_id, []).append(event.frame)
             else:
                 ended[event.request_id, event.epoch] = event.end
-        assert ended == {(job.request_id, job.epoch): replace(END, epoch=job.epoch) for job in jobs}
+        assert ended == {(job.name.request_id, job.name.epoch): replace(END, epoch=job.name.epoch) for job in jobs}
         for job in jobs:
-            assert seen[job.request_id] == [frame(Piece(0, i, i + 1, 0, 12), job.epoch) for i in range(3)]
+            assert seen[job.name.request_id] == [frame(Piece(0, i, i + 1, 0, 12), job.name.epoch) for i in range(3)]
 
 
 def test_the_kernel_counts_little_more_than_the_payload(prefill: Prefill, decode: Decode) -> None:

@@ -26,7 +26,7 @@ def test_the_receivers_cancel_reaches_the_sender_within_a_second(prefill: Prefil
     assert not ended.busy
     # The connection serves the next request.
     decode.ask(name="next")
-    assert prefill.job().request_id == "next"
+    assert prefill.job().name.request_id == "next"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ from kv_transfer.prefill_server import PrefillServer
 from tests.kv_transfer.layouts import LAYOUT
 
 def accept(job):
-    job.stream.put(PieceFrame(job.epoch, Piece(0, 0, 1, 0, 12), memoryview(bytes(96))))
+    job.stream.put(PieceFrame(job.name.epoch, Piece(0, 0, 1, 0, 12), memoryview(bytes(96))))
 
 server = PrefillServer(LAYOUT, "prefill-1", 4, accept, host="127.0.0.1")
 server.start()

@@ -9,9 +9,10 @@ import pytest
 from kv_transfer import prefill_peer
 from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD
 from kv_transfer.frame import encode_frame
-from kv_transfer.handshake import HandshakeMismatch
+from kv_transfer.handshake import HandshakeMismatch, layout_message
 from kv_transfer.layout import WIRE_VERSION, Piece
 from kv_transfer.prefill_server import GRANTED_PEERS
+from kv_transfer.rank_pair import RankPair
 from kv_transfer.wire import kv_transfer_pb2 as wire
 from tests.kv_transfer.connection import (
     END,
@@ -79,7 +80,7 @@ def test_garbage_is_refused_and_harms_nobody(prefill: Prefill, decode: Decode, m
     assert error.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
     assert prefill.untouched
     decode.ask()
-    assert prefill.job().request_id == "r"
+    assert prefill.job().name.request_id == "r"
 
 
 def test_more_calls_than_there_are_threads_are_busy_not_stuck(new_prefill: NewPrefill) -> None:
@@ -102,7 +103,66 @@ def test_more_calls_than_there_are_threads_are_busy_not_stuck(new_prefill: NewPr
         assert eventually(accepted)
 
 
+@pytest.mark.parametrize(
+    ("receiver", "receivers", "reason"),
+    [
+        (2, 2, "rank 2 of 2"),
+        (1, 1, "rank 1 of 1"),
+        (0, 3, "layers.0 has 2 KV heads, which 3 ranks can neither share nor repeat"),
+        (1, 2, "rank 0 of 2 has nothing for rank 1 of 2"),
+        (3, 4, "rank 0 of 2 has nothing for rank 3 of 4"),
+    ],
+)
+def test_a_rank_that_cannot_be_served_is_refused(
+    new_prefill: NewPrefill, receiver: int, receivers: int, reason: str
+) -> None:
+    prefill = new_prefill(ranks=2)
+    request = prefill_request()
+    request.receiver, request.receivers = receiver, receivers
+    with raw_calls(prefill.address) as call, pytest.raises(grpc.RpcError) as error:
+        next(call(PREFILL_METHOD, request.SerializeToString()))
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert reason in str(error.value.details())
+    assert prefill.untouched
+
+
 # The handshake
+
+
+def test_replicas_of_any_number_of_ranks_that_can_hold_the_model_understand_each_other(
+    new_prefill: NewPrefill, new_decode: NewDecode
+) -> None:
+    pair = RankPair(sender=1, senders=2, receiver=3, receivers=4)
+    decode = new_decode(new_prefill(rank=1, ranks=2).address, pair=pair)
+    decode.peer.connect()
+    assert decode.peer.incarnation == "prefill-1"
+
+
+def test_a_peer_of_a_number_of_ranks_that_cannot_be_is_refused_by_its_flag(
+    prefill: Prefill, new_decode: NewDecode
+) -> None:
+    request = wire.HandshakeRequest(
+        wire_version=WIRE_VERSION, incarnation="decode-1", layout=layout_message(LAYOUT), transport="grpc", ranks=3
+    )
+    with raw_calls(prefill.address) as call:
+        for rank, reason in ((0, "layers.0 has 2 KV heads, which 3 ranks"), (3, "rank 3 does not exist")):
+            request.rank = rank
+            with pytest.raises(grpc.RpcError) as error:
+                next(call(HANDSHAKE_METHOD, request.SerializeToString()))
+            assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            details = str(error.value.details())
+            assert details.startswith(f"decode-1 says that it has 3 ranks: {reason}")
+            assert "--tensor-parallel-size" in details
+
+
+@pytest.mark.parametrize(("rank", "ranks", "expected", "of"), [(0, 1, 0, 2), (0, 2, 1, 2), (0, 2, 0, 1)])
+def test_another_rank_than_the_directory_says_is_not_used(
+    rank: int, ranks: int, expected: int, of: int, new_prefill: NewPrefill, new_decode: NewDecode
+) -> None:
+    decode = new_decode(new_prefill(rank=rank, ranks=ranks).address, pair=RankPair(expected, of, 0, 1))
+    said = f"is rank {rank} of {ranks}, the directory says {expected} of {of}"
+    with pytest.raises(HandshakeMismatch, match=said):
+        decode.peer.connect()
 
 
 def test_a_layout_that_differs_is_refused_by_name(prefill: Prefill, new_decode: NewDecode) -> None:

@@ -54,7 +54,7 @@ def engine_logits(
         for size in (*chunks, len(tokens)):
             count = min(size, len(tokens) - first)
             if count:
-                logits = runner.execute([ScheduledRows(sequence, first, count, count)])
+                logits = runner.execute([ScheduledRows(sequence, first, count, count).contents])
                 assert logits is not None
                 assert logits.dtype is torch.float32
                 rows.append(logits)

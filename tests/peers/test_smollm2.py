@@ -4,7 +4,7 @@ In float32, as it is served; and in float64, to tell rounding from error.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cluster.model_store import ModelFiles, resolve_model
-from tests.conftest import EngineProcesses
-from tests.engine_process import EngineClient, colocated, disaggregated
+from kv_transfer.transport import Transport
+from tests.conftest import EVERY_PAIR, EngineProcesses
+from tests.engine_process import EngineClient, EngineProcess, RankProcesses, colocated, disaggregated
 from tests.model_harness import ModelHarness
 from tests.peers.agreement import TOLERANCE, require_agreement
 from tests.peers.reference import Generation, Reference, in_float64
@@ -119,6 +120,26 @@ def test_disaggregated(smollm2: SmolLM2, engine_processes: EngineProcesses, shar
         payloads = require_equal_answers(pair.decode, smollm2, sharing)
         assert payloads == [(length - 1) * owners * BYTES_PER_TOKEN_AND_LAYER for length in PROMPT_LENGTHS]
         assert pair.prefill.settled().counters.payload_bytes == sum(payloads)
+
+
+PAIRS = [(3, 1, Transport.TORCH), (1, 3, Transport.GRPC), (3, 1, Transport.GRPC), (1, 3, Transport.TORCH)]
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "transport"), PAIRS if EVERY_PAIR else PAIRS[:1])
+def test_tensor_parallel(
+    smollm2: SmolLM2,
+    rank_pool: list[EngineProcess],
+    prefill_ranks: int,
+    decode_ranks: int,
+    transport: Transport,
+) -> None:
+    """Three ranks have a KV head each."""
+    config = replace(smollm2.config("none"), transport=transport)
+    prefill, decode = RankProcesses(rank_pool[:prefill_ranks]), RankProcesses(rank_pool[-decode_ranks:])
+    with disaggregated(prefill, decode, config) as pair:
+        payloads = require_equal_answers(pair.decode, smollm2, "none")
+        assert payloads == [(length - 1) * LAYERS * BYTES_PER_TOKEN_AND_LAYER for length in PROMPT_LENGTHS]
+        pair.prefill.wait_for_status(lambda status: status.counters.payload_bytes == sum(payloads))
 
 
 @pytest.fixture(scope="module")

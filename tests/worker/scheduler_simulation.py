@@ -17,7 +17,7 @@ from worker.kv_cache.groups import CachePlan, longest_sequence, plan_cache
 from worker.kv_cache.manager import KVCacheManager
 from worker.kv_cache.specs import EveryToken, LastState
 from worker.sampling_params import SamplingParams
-from worker.scheduler import NO_PREFILL, FinishReason, PrefillCredit, Sampled, Scheduler, StepPlan
+from worker.scheduler import NO_PREFILL, FinishReason, PrefillCredit, Sampled, ScheduledRows, Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence, SequenceState
 
 EOS = 3
@@ -255,11 +255,13 @@ class SchedulerSimulation:
                 assert row.logit_rows == row.rows
             else:
                 assert row.logit_rows == last
+            self._check_contents(row)
             logit_rows += row.logit_rows
             if last and self.config.role is not Role.PREFILL and sequence.sampling.max_tokens:
                 choices = range(sequence.choice, sequence.choice + sequence.branches)
                 draws += [(logit_rows - 1, sequence, choice) for choice in choices]
         assert [(draw.row, draw.sequence, draw.choice) for draw in plan.draws] == draws
+        assert [(told.first, told.rows) for told in plan.compute.rows] == [(row.first, row.rows) for row in plan.rows]
 
         if plan.admitted:
             assert len(scheduler.running) + len(scheduler.receiving) <= self.config.max_running_requests
@@ -279,6 +281,14 @@ class SchedulerSimulation:
                     assert len(table.blocks) * group.block_size > len(sequence.tokens), "no room for the first token"
             assert sequence.epoch > self._epoch
             self._epoch = sequence.epoch
+
+    def _check_contents(self, row: ScheduledRows) -> None:
+        """Ranks, which know nothing of sequences, are told all that a step needs of one."""
+        told, sequence = row.contents, row.sequence
+        end = row.first + row.rows
+        assert (told.first, told.rows, told.context, told.logit_rows) == (row.first, row.rows, end, row.logit_rows)
+        assert told.token_ids.tolist() == sequence.tokens[row.first : end]
+        assert [table.tolist() for table in told.tables] == [table.blocks for table in sequence.tables]
 
     def _written(self, sequence: Sequence, begin: int, end: int) -> set[int]:
         """The blocks that computing tokens ``[begin, end)`` writes to."""

@@ -1,4 +1,4 @@
-"""A model runner without a model: logits are a function of the tokens before them, pages remember nothing."""
+"""A model runner without a model: logits are a function of the tokens before them, which pages remember."""
 
 import hashlib
 from collections.abc import Sequence as Sequences
@@ -7,6 +7,7 @@ import torch
 
 from kernels.pages import IntArray
 from kv_transfer.layout import CacheLayout, Lifetime, Piece
+from kv_transfer.rank_pair import PairLayout
 from tests.worker.kv_cache.plans import StatedLayer, full, owners, sharer, state, window
 from worker.config import EngineConfig
 from worker.kv_cache.block_pool import BlockId
@@ -14,8 +15,10 @@ from worker.kv_cache.block_table import NO_BLOCK
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.groups import longest_sequence, plan_cache
 from worker.kv_cache.manager import KVCacheManager
-from worker.kv_cache.transfer_layout import transfer_layout
-from worker.scheduler import ScheduledRows
+from worker.kv_cache.specs import EveryToken, LastState, LayerName
+from worker.kv_cache.transfer_layout import OwnerPlace, transfer_layout
+from worker.layers.cached_layer import Stored, nobody_asks
+from worker.ranks.commands import SequenceRows
 
 VOCAB_SIZE = 32
 
@@ -47,8 +50,13 @@ def logits_after(tokens: Sequences[int]) -> torch.Tensor:
     return torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def stored_byte(value: int) -> bytes:
+    """What every byte is that a layer stores of a token with this id, or of a state after that many tokens."""
+    return bytes([1 + value % 255])
+
+
 class ScriptedRunner:
-    """Stands for a ``ModelRunner``. The steps of which ``broken`` says so fail."""
+    """Stands for a ``ModelRunner``. While it is ``broken``, steps fail after their first layer."""
 
     eos_token_ids = frozenset[int]()
     vocab_size = VOCAB_SIZE
@@ -72,6 +80,9 @@ class ScriptedRunner:
         self.max_model_len = longest_sequence(self._plan, num_blocks, 1 << 20, config.max_batched_tokens)
         self.model = self
         self.broken = False
+        places = {place.name: place for section in self._places for place in section}
+        self._owners = [places[layer.name] for layer in layers if layer.name in places]
+        self._pages: dict[tuple[LayerName, int], dict[int, int]] = {}
 
     def cache_manager(self) -> KVCacheManager:
         return KVCacheManager(
@@ -82,33 +93,66 @@ class ScriptedRunner:
             checkpoint_blocks=self._config.state_checkpoint_blocks,
         )
 
-    def execute(self, scheduled: Sequences[ScheduledRows]) -> torch.Tensor | None:
-        if self.broken:
-            raise RuntimeError("out of memory")
-        rows = [
-            logits_after(s.sequence.tokens[: index + 1])
-            for s in scheduled
-            for index in range(s.first + s.rows - s.logit_rows, s.first + s.rows)
+    def execute(self, scheduled: Sequences[SequenceRows], stored: Stored = nobody_asks) -> torch.Tensor | None:
+        for place in self._owners:
+            for rows in scheduled:
+                self._store(place, rows)
+            stored(place.name)
+            if self.broken:
+                raise RuntimeError("out of memory")
+        logits = [
+            logits_after(self._tokens(rows, index + 1))
+            for rows in scheduled
+            for index in range(rows.context - rows.logit_rows, rows.context)
         ]
-        return torch.stack(rows) if rows else None
+        return torch.stack(logits) if logits else None
 
     def copy_blocks(self, copies: Sequences[BlockCopy]) -> None:
-        pass
+        before = {key: dict(page) for key, page in self._pages.items()}
+        for copy in copies:
+            for place in self._owners:
+                self._pages[place.name, copy.destination] = dict(before.get((place.name, copy.source), {}))
 
     def clear_blocks(self, blocks: Sequences[BlockId]) -> None:
-        pass
+        for block in blocks:
+            for place in self._owners:
+                self._pages.pop((place.name, block), None)
 
     def group_of_section(self, section: int) -> int:
         return self._places[section][0].group
 
-    def read_piece(self, piece: Piece, tables: Sequences[IntArray]) -> memoryview:
-        """Nothing but zeros, of slots that are there."""
-        section = self.layout.sections[piece.section]
-        for place in self._places[piece.section][piece.layer_begin : piece.layer_end]:
-            table, size = tables[place.group], self._plan.groups[place.group].block_size
-            if section.lifetime is Lifetime.STATE:
-                assert table[0] != NO_BLOCK, "there is no state to send"
+    def read_piece(self, passing: PairLayout, piece: Piece, tables: Sequences[IntArray]) -> memoryview:
+        """The ``stored_byte`` of every slot as often as is passing of it, owner by owner."""
+        section = passing.sections[piece.section]
+        sizes = [owner.bytes_per_slot for owner in passing.layout.sections[piece.section].owners]
+        payload = b""
+        for owner in range(piece.layer_begin, piece.layer_end):
+            place = self._places[section.section][section.owners[owner].index]
+            table = tables[place.group]
+            if self.layout.sections[section.section].lifetime is Lifetime.STATE:
+                payload += stored_byte(self._pages[place.name, int(table[0])][0]) * sizes[owner]
             else:
                 for slot in range(piece.slot_begin, piece.slot_end):
-                    assert table[slot // size] != NO_BLOCK, f"slot {slot} was given back before it was sent"
-        return memoryview(bytes(piece.payload_bytes(self.layout)))
+                    payload += stored_byte(self._slot(place, table, slot)) * sizes[owner]
+        return memoryview(payload)
+
+    def _store(self, place: OwnerPlace, rows: SequenceRows) -> None:
+        table, group = rows.tables[place.group], self._plan.groups[place.group]
+        if isinstance(group.retention, LastState):
+            self._pages[place.name, int(table[-1])] = {0: rows.context}
+            return
+        for slot, token in enumerate(rows.token_ids.tolist(), rows.first):
+            block = int(table[slot // group.block_size])
+            assert block != NO_BLOCK, f"slot {slot} has no block"
+            self._pages.setdefault((place.name, block), {})[slot % group.block_size] = token
+
+    def _slot(self, place: OwnerPlace, table: IntArray, slot: int) -> int:
+        size = self._plan.groups[place.group].block_size
+        block = int(table[slot // size])
+        assert block != NO_BLOCK, f"slot {slot} was given back before it was read"
+        return self._pages[place.name, block][slot % size]
+
+    def _tokens(self, rows: SequenceRows, count: int) -> list[int]:
+        """The first tokens of a sequence, as a layer that keeps them all finds them in its pages."""
+        place = next(p for p in self._owners if isinstance(self._plan.groups[p.group].retention, EveryToken))
+        return [self._slot(place, rows.tables[place.group], slot) for slot in range(count)]

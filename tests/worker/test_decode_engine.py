@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.staging import StagingBudget
 from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, logits_after
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
 from worker.events import Aborted, ClientArrived, ClientGone, Submitted
+from worker.ranks.rank import Rank
+from worker.ranks.team import RankTeam
 from worker.wire import engine_pb2 as wire
 
 
@@ -41,7 +42,8 @@ class Engine:
     ) -> None:
         settings = EngineConfig(model="", role=Role.COLOCATED, block_size=block_size, **config)
         self.runner = ScriptedRunner(settings, num_blocks, prefix_tokens=prefix_tokens)
-        self.engine = DecodeEngine(settings, self.runner, "colocated-1", None, StagingBudget(1))  # type: ignore[arg-type]
+        team = RankTeam(Rank(self.runner))  # type: ignore[arg-type]
+        self.engine = DecodeEngine(settings, self.runner, team, "colocated-1")  # type: ignore[arg-type]
         self.front_end = self.connect("front-end")
         self.now = 0.0
 

@@ -1,12 +1,16 @@
 """What a model runner does with blocks as bytes: packs them for a transfer, unpacks them, copies and clears them."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as ListOf
+from pathlib import Path
 
 import pytest
 import torch
 
-from kv_transfer.layout import Lifetime
-from kv_transfer.plan import lacking, lower_bound, plan_pieces
+from kernels.pages import IntArray
+from kv_transfer.layout import Lifetime, SlotRange
+from kv_transfer.plan import lacking, lower_bound, plan_pieces, whole_section
+from kv_transfer.rank_pair import ONLY_PAIR, RankPair, pair_layout, replica_lower_bound
 from tests.model_harness import ModelHarness
 from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.tiny_families import FAMILIES
@@ -14,22 +18,41 @@ from worker.config import Role
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.specs import LastState
-from worker.scheduler import ScheduledRows
+from worker.ranks.rank_group import DescribedRank
 from worker.sequence import Sequence
 
 PROMPT = torch.randint(4, VOCAB_SIZE, (77,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@torch.inference_mode()
 def prefill(harness: ModelHarness) -> Sequence:
     """The prompt without its last token, computed as a prefill replica does."""
-    sequence = harness.sequence(PROMPT[:-1], len(PROMPT))
-    while sequence.pending:
-        rows = min(30, sequence.pending)
-        assert harness.runner.execute([ScheduledRows(sequence, sequence.computed, rows, 0)]) is None
-        sequence.computed += rows
-        harness._strike(sequence)
+    (sequence,) = harness.store([PROMPT[:-1]], chunk=30)
     return sequence
+
+
+def arrays(sequence: Sequence) -> list[IntArray]:
+    """Its block tables."""
+    return [table.array() for table in sequence.tables]
+
+
+def send(
+    pair: RankPair, wanted: ListOf[SlotRange], source: tuple[ModelHarness, Sequence], to: tuple[ModelHarness, Sequence]
+) -> int:
+    """Everything that passes between two ranks, in pieces; returns its bytes."""
+    layout = source[0].runner.layout
+    assert to[0].runner.layout == layout
+    passing = pair_layout(layout, pair)
+    received = 0
+    for index, slots in enumerate(passing.slots(wanted)):
+        # Small pieces, so that owners and tokens are cut.
+        for piece in plan_pieces(passing.layout, whole_section(passing.layout, index, slots), 3000):
+            payload = source[0].runner.read_piece(passing, piece, arrays(source[1]))
+            assert payload.nbytes == piece.payload_bytes(passing.layout)
+            received += payload.nbytes
+            # As a frame gives it: bytes that begin anywhere.
+            shifted = memoryview(bytearray(b"x" + payload.tobytes()))[1:]
+            to[0].runner.write_piece(passing, piece, arrays(to[1]), shifted)
+    return received
 
 
 def receive(harness: ModelHarness, sender: ModelHarness, sent: Sequence, without: Collection[int] = ()) -> torch.Tensor:
@@ -38,20 +61,10 @@ def receive(harness: ModelHarness, sender: ModelHarness, sent: Sequence, without
     assert layout == sender.runner.layout
     sequence = harness.sequence(PROMPT, len(PROMPT) + 1)
     ranges = lacking(layout, len(sequence.tokens), [0] * len(layout.sections))
-    received = 0
-    for index, slots in enumerate(ranges):
-        # Small pieces, so that owners and tokens are cut.
-        for piece in plan_pieces(layout, index, slots, 3000) if index not in without else ():
-            payload = sender.runner.read_piece(piece, [table.array() for table in sent.tables])
-            assert payload.nbytes == piece.payload_bytes(layout)
-            received += payload.nbytes
-            # As a frame gives it: bytes that begin anywhere.
-            shifted = memoryview(bytearray(b"x" + payload.tobytes()))[1:]
-            harness.runner.write_piece(piece, [table.array() for table in sequence.tables], shifted)
-    assert without or received == lower_bound(layout, ranges)
-    for group, table in zip(harness.runner.cache.groups, sequence.tables, strict=True):
-        if isinstance(group.retention, LastState):
-            table.blocks[0] = table.blocks[1]
+    wanted = [SlotRange(r.end, r.end) if index in without else r for index, r in enumerate(ranges)]
+    received = send(ONLY_PAIR, wanted, (sender, sent), (harness, sequence))
+    assert received == lower_bound(layout, wanted)
+    settle_states(harness, sequence)
     sequence.computed = len(sequence.tokens) - 1
     (logits,) = harness.step([(sequence, 1)])
     return logits[0]
@@ -72,6 +85,53 @@ def test_a_prompt_goes_from_one_memory_to_another_with_blocks_of_another_size(
     for section in range(len(receiver.runner.layout.sections)):
         lacks = receive(receiver, sender, sent, without={section})
         assert not torch.allclose(lacks, expected[-1], atol=1e-2), f"section {section} is not needed"
+
+
+def of_every_rank(checkpoint: Path, ranks: int, block_size: int) -> list[tuple[ModelHarness, Sequence]]:
+    """Ranks that hold their parts of a model and compute nothing, with room for the prompt."""
+    harnesses = [
+        ModelHarness(checkpoint, block_size=block_size, ranks=DescribedRank(rank, ranks), memory=16 << 20)
+        for rank in range(ranks)
+    ]
+    return [(harness, harness.sequence(PROMPT[:-1], len(PROMPT))) for harness in harnesses]
+
+
+def settle_states(harness: ModelHarness, sequence: Sequence) -> None:
+    """A state that was received is what is read next."""
+    for group, table in zip(harness.runner.cache.groups, sequence.tables, strict=True):
+        if isinstance(group.retention, LastState):
+            table.blocks[0] = table.blocks[1]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "hymba"])
+def test_a_prompt_goes_through_replicas_of_any_number_of_ranks_unchanged(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """From one rank to two, to four, and back to one: every rank gets its heads, and whoever has them sends them."""
+    checkpoint = FAMILIES[name].write(tmp_path_factory.mktemp(name))
+    first = ModelHarness(checkpoint, block_size=16)
+    layout = first.runner.layout
+    wanted = lacking(layout, len(PROMPT), [0] * len(layout.sections))
+    senders = [(first, prefill(first))]
+    expected = read_all(*senders[0], wanted)
+    for ranks, block_size in ((2, 8), (4, 16), (1, 8)):
+        receivers = of_every_rank(checkpoint, ranks, block_size)
+        received = 0
+        for sender, source in enumerate(senders):
+            for receiver, to in enumerate(receivers):
+                received += send(RankPair(sender, len(senders), receiver, ranks), wanted, source, to)
+        assert received == replica_lower_bound(layout, wanted, ranks)
+        for harness, sequence in receivers:
+            settle_states(harness, sequence)
+        senders = receivers
+    assert read_all(*senders[0], wanted) == expected
+
+
+def read_all(harness: ModelHarness, sequence: Sequence, wanted: ListOf[SlotRange]) -> list[bytes]:
+    """What a replica of one rank holds of a prompt, section by section."""
+    passing = pair_layout(harness.runner.layout, ONLY_PAIR)
+    whole = [whole_section(passing.layout, index, slots) for index, slots in enumerate(wanted)]
+    return [harness.runner.read_piece(passing, piece, arrays(sequence)).tobytes() for piece in whole]
 
 
 def test_sections_of_a_hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> None:

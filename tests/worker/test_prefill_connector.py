@@ -8,10 +8,10 @@ import pytest
 
 from kv_transfer import prefill_peer
 from kv_transfer.layout import CacheLayout, Lifetime, OwnerLayer, Section, SlotRange
-from kv_transfer.manifest import Manifest
 from kv_transfer.prefill_peer import TransferEnded, TransferEvent
-from kv_transfer.prefill_server import PrefillJob, PrefillServer
+from kv_transfer.prefill_server import PrefillJob, PrefillServer, RankStream, TransferName
 from kv_transfer.staging import StagingBudget
+from kv_transfer.transfer import Transfer
 from worker.prefill_connector import (
     BUSY_BACKOFF,
     BUSY_PATIENCE,
@@ -21,7 +21,10 @@ from worker.prefill_connector import (
     Outcome,
     PrefillConnector,
 )
+from worker.prefill_peers import PrefillPeers
 from worker.prefill_selector import PrefillCandidate
+from worker.ranks.commands import OpenIncoming
+from worker.ranks.team import RankTeam
 from worker.sampling_params import SamplingParams
 from worker.scheduler import NO_PREFILL, PrefillCredit
 from worker.sequence import Epoch, RequestId, Sequence
@@ -61,25 +64,26 @@ class Cluster:
 
     def __init__(self) -> None:
         self.servers: dict[str, PrefillServer] = {}
-        self.jobs: queue.Queue[PrefillJob] = queue.Queue()
+        self.calls: queue.Queue[PrefillJob | RankStream] = queue.Queue()
         self.events: queue.Queue[TransferEvent] = queue.Queue()
         self.selector = LeastLoaded()
-        self.connector = PrefillConnector(
-            LAYOUT, "decode-1", self.selector, StagingBudget(1 << 20), self.events.put, transfer_timeout=SECONDS
-        )
+        self.peers = PrefillPeers(LAYOUT, "decode-1", StagingBudget(1 << 20), self.events.put)
+        # Nothing is computed.
+        team = RankTeam(None, peers=self.peers)  # type: ignore[arg-type]
+        self.connector = PrefillConnector(team, self.selector, transfer_timeout=SECONDS)
 
-    def start(self, *incarnations: str, layout: CacheLayout = LAYOUT) -> dict[str, str]:
+    def start(self, *incarnations: str, layout: CacheLayout = LAYOUT) -> dict[str, tuple[str, ...]]:
         """Start servers; returns what the directory would say of them."""
         for incarnation in incarnations:
-            server = PrefillServer(layout, incarnation, STREAMS, self.jobs.put, host="127.0.0.1")
+            server = PrefillServer(layout, incarnation, STREAMS, self.calls.put, host="127.0.0.1")
             server.start()
             self.servers[incarnation] = server
         return {incarnation: self.address(incarnation) for incarnation in incarnations}
 
-    def address(self, incarnation: str) -> str:
-        return f"127.0.0.1:{self.servers[incarnation].port}"
+    def address(self, incarnation: str) -> tuple[str, ...]:
+        return (f"127.0.0.1:{self.servers[incarnation].port}",)
 
-    def open(self, now: float = 0.0, epoch: int = 1) -> OpenTransfer | None:
+    def open(self, now: float = 0.0, deadline: float = 1e6) -> OpenTransfer | None:
         sequence = Sequence(
             request_id=RequestId("request"),
             choice=0,
@@ -88,15 +92,23 @@ class Cluster:
             sampling=SamplingParams(),
             salt="salt",
             arrival=0.0,
-            deadline=1e6,
-            epoch=Epoch(epoch),
+            deadline=deadline,
+            epoch=Epoch(1),
         )
-        return self.connector.open(sequence, Manifest("request", epoch, LACKING, (), 1e6, LAYOUT), now)
+        return self.connector.open(sequence, now)
 
     def opened(self, now: float = 0.0) -> OpenTransfer:
         transfer = self.open(now)
         assert transfer is not None
         return transfer
+
+    def call(self, opened: OpenTransfer) -> tuple[Transfer, ...]:
+        """Ask the replica that was chosen at time 0."""
+        prompt = tuple(range(9))
+        command = OpenIncoming(
+            "request", 1, opened.incarnation, LACKING, (), opened.deadline, token_ids=prompt, cache_salt="salt"
+        )
+        return tuple(transfer for _, transfer in self.peers.open(command))
 
     def close(self) -> None:
         self.connector.close()
@@ -128,12 +140,26 @@ def test_credit_is_what_all_replicas_grant_less_what_is_open(cluster: Cluster) -
 
 def test_a_call_carries_the_prompt_without_its_last_token(cluster: Cluster) -> None:
     cluster.connector.update(cluster.start("p1"))
-    cluster.opened()
-    job = cluster.jobs.get(timeout=SECONDS)
-    assert (job.request_id, job.epoch, job.token_ids, job.lacking, job.cache_salt) == (
-        "request", 1, tuple(range(9)), LACKING, "salt",
-    )  # fmt: skip
-    assert job.timeout == SECONDS  # the shorter of the transfer's own and the request's
+    (transfer,) = cluster.call(cluster.opened())
+    job = cluster.calls.get(timeout=SECONDS)
+    assert isinstance(job, PrefillJob)
+    assert (job.name, job.receivers) == (TransferName("decode-1", "request", 1), 1)
+    assert (job.token_ids, job.lacking, job.cache_salt) == (tuple(range(9)), LACKING, "salt")
+    assert job.timeout == SECONDS
+    assert (transfer.request_id, transfer.epoch, transfer.sender) == ("request", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "expected"), [(1e6, 100.0 + SECONDS), (103.0, 103.0), (99.0, pytest.approx(100.0, abs=0.01))]
+)
+def test_a_transfer_ends_with_its_own_time_or_with_its_request(
+    cluster: Cluster, deadline: float, expected: float
+) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    opened = cluster.open(now=100.0, deadline=deadline)
+    assert opened is not None
+    assert opened.deadline == expected
+    assert opened.deadline > 100.0
 
 
 def test_the_selector_sees_what_each_replica_still_has_to_do(cluster: Cluster) -> None:
@@ -186,7 +212,7 @@ def test_a_replica_that_stays_busy_counts_as_failed(cluster: Cluster) -> None:
 def test_replicas_come_and_go_with_the_directory(cluster: Cluster) -> None:
     replicas = cluster.start("p1", "p2")
     cluster.connector.update(replicas)
-    cluster.opened()
+    cluster.call(cluster.opened())
     cluster.connector.update({"p2": replicas["p2"]})
     assert cluster.connector.credit(0.0) == PrefillCredit(True, STREAMS)
     ended = cluster.events.get(timeout=SECONDS)
@@ -216,11 +242,10 @@ def test_a_replica_that_vanishes_while_it_is_asked_costs_only_that_transfer(clus
         vanished.join(0.2)
 
     cluster.selector.meanwhile = meanwhile
-    cluster.open()  # on the engine's thread, where an exception would end the replica
+    opened = cluster.opened()
     vanished.join(SECONDS)
-    ended = cluster.events.get(timeout=SECONDS)
-    assert isinstance(ended, TransferEnded)
-    assert ended.end is None
+    assert cluster.call(opened) == ()  # on the engine's thread, where an exception would end the replica
+    cluster.connector.closed(opened, Outcome.FAILED, 0.0)
     assert cluster.connector.credit(0.0) == NO_PREFILL
 
 
@@ -252,9 +277,10 @@ def test_an_address_that_belongs_to_somebody_else_by_now_is_not_used(
 ) -> None:
     monkeypatch.setattr(prefill_peer, "HANDSHAKE_SECONDS", 0.2)
     cluster.start("p2")
-    cluster.connector.update({"p1": cluster.address("p2"), "p3": "127.0.0.1:1"})
+    (address,) = cluster.address("p2")
+    cluster.connector.update({"p1": (address,), "p3": ("127.0.0.1:1",)})
     assert cluster.connector.peers == 0
-    assert cluster.connector.last_error in (f"{cluster.address('p2')} is p2 by now", "127.0.0.1:1: DEADLINE_EXCEEDED")
+    assert cluster.connector.last_error in (f"{address} is p2 by now", "127.0.0.1:1: DEADLINE_EXCEEDED")
     cluster.connector.update({"p2": cluster.address("p2")})
     assert cluster.connector.peers == 1
     assert cluster.connector.last_error == ""

@@ -1,43 +1,19 @@
 import random
-from itertools import product
 from typing import Any
 
 import grpc
 import pytest
 
-from kv_transfer.frame import EndFrame, PieceFrame
-from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
+from kv_transfer.layout import Piece
 from kv_transfer.plan import lacking, lower_bound
-from kv_transfer.prefill_server import PrefillJob
+from kv_transfer.prefill_server import PrefillJob, RankStream, TransferName
+from tests.worker.kept_stream import KeptStream
 from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, hybrid_layers, uniform_layers
 from worker.config import EngineConfig, Role
+from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_engine import PrefillEngine
-
-
-class Stream(OutgoingStream):
-    """Keeps what was put instead of sending it; ``taken`` says how much of that the receiver took."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[PieceFrame] = []
-        self.end: EndFrame | None = None
-        self.failure: StreamFailure | None = None
-        self.slow = False
-
-    @property
-    def queued_bytes(self) -> int:
-        return sum(frame.payload.nbytes for frame in self.pieces) if self.slow else 0
-
-    def put(self, frame: PieceFrame | EndFrame) -> None:
-        assert self.end is None
-        assert self.failure is None
-        if isinstance(frame, PieceFrame):
-            self.pieces.append(frame)
-        else:
-            self.end = frame
-
-    def fail(self, code: grpc.StatusCode, message: str) -> None:
-        self.failure = StreamFailure(code, message)
+from worker.ranks.rank import Rank
+from worker.ranks.team import RankTeam
 
 
 class Engine:
@@ -56,15 +32,19 @@ class Engine:
         self.config = EngineConfig(model="", role=Role.PREFILL, **settings)
         layers = hybrid_layers(block_size) if hybrid else uniform_layers(block_size)
         self.runner = ScriptedRunner(self.config, num_blocks, layers=layers, prefix_tokens=prefix_tokens)
-        self.engine = PrefillEngine(self.config, self.runner, "prefill-1", lambda: 0)  # type: ignore[arg-type]
+        pieces = {"min_piece_bytes": self.config.min_piece_bytes, "max_piece_bytes": self.config.max_piece_bytes}
+        outgoing = OutgoingTransfers(self.runner, 0, 1, **pieces)  # type: ignore[arg-type]
+        team = RankTeam(Rank(self.runner, outgoing))  # type: ignore[arg-type]
+        self.engine = PrefillEngine(self.config, self.runner, team, "prefill-1", lambda: 0)  # type: ignore[arg-type]
         self.now = 0.0
-        self.jobs: list[tuple[PrefillJob, Stream]] = []
+        self.jobs: list[tuple[PrefillJob, KeptStream]] = []
 
-    def ask(self, tokens: list[int], held: int = 0, *, salt: str = "") -> Stream:
+    def ask(self, tokens: list[int], held: int = 0, *, salt: str = "", receivers: int = 1) -> KeptStream:
         """A prompt of one token more than ``tokens``, of which the receiver has the slots before ``held``."""
-        stream = Stream()
+        stream = KeptStream()
         wanted = lacking(self.runner.layout, len(tokens) + 1, [held] * len(self.runner.layout.sections))
-        job = PrefillJob("r", len(self.jobs) + 1, tuple(tokens), wanted, salt, 60.0, stream)
+        name = TransferName("decode-1", "r", len(self.jobs) + 1)
+        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, 60.0, stream)
         self.jobs.append((job, stream))
         self.engine.handle(job, self.now)
         return stream
@@ -85,32 +65,8 @@ class Engine:
         """Every job was sent exactly what its receiver lacks, in order, and no byte more."""
         layout = self.runner.layout
         for job, stream in self.jobs:
-            missing = {
-                slot
-                for index, (section, slots) in enumerate(zip(layout.sections, job.lacking, strict=True))
-                for slot in product([index], range(len(section.owners)), range(slots.begin, slots.end))
-            }
-            sent: set[tuple[int, int, int]] = set()
-            size = 0
-            for frame in stream.pieces:
-                piece = frame.piece
-                assert frame.epoch == job.epoch
-                assert frame.payload.nbytes == piece.payload_bytes(layout)
-                layers = range(piece.layer_begin, piece.layer_end)
-                slots = set(product([piece.section], layers, range(piece.slot_begin, piece.slot_end)))
-                assert not slots & sent
-                assert slots <= missing
-                sent |= slots
-                size += frame.payload.nbytes
-            assert sent == missing
+            size = stream.require_everything(layout, job.lacking, job.token_ids, job.name.epoch)
             assert size == lower_bound(layout, job.lacking)
-            assert stream.end is not None
-            assert (stream.end.epoch, stream.end.payload_bytes, stream.end.pieces) == (
-                job.epoch,
-                size,
-                len(stream.pieces),
-            )
-            assert stream.failure is None
 
 
 def test_a_prompt_is_sent_chunk_by_chunk_as_it_is_computed() -> None:
@@ -165,6 +121,7 @@ def test_payload_is_the_lower_bound_whatever_is_cached_held_or_batched(seed: int
         num_blocks=90 if hybrid else 14,
         block_size=3,
         max_batched_tokens=numbers.randint(1, 20),
+        min_piece_bytes=numbers.choice([0, 30, 1000]),
         max_running_requests=4,
         state_checkpoint_blocks=1,
         hybrid=hybrid,
@@ -206,6 +163,36 @@ def test_a_receiver_that_does_not_take_does_not_hold_up_others() -> None:
     slow.slow = False
     engine.run()
     engine.require_complete()
+
+
+def test_every_rank_of_a_decode_replica_is_sent_what_it_holds_and_the_slowest_sets_the_pace() -> None:
+    engine = Engine(max_batched_tokens=4, max_staged_bytes=90)
+    first = engine.ask([0] * 30, receivers=2)
+    for _ in range(10):
+        engine.step()
+    # The second rank's part waits for it.
+    assert first.end is None
+    assert sum(frame.payload.nbytes for frame in first.pieces) <= 90 + 4 * (4 + 8)
+    late = KeptStream()
+    ((job, _),) = engine.jobs
+    engine.engine.handle(RankStream(job.name, 1, late), engine.now)
+    engine.run()
+    # Layers of one head, which both ranks hold.
+    engine.require_complete()
+    size = late.require_everything(engine.runner.layout, job.lacking, job.token_ids, job.name.epoch)
+    assert engine.engine.status().counters.payload_bytes == 2 * size
+
+
+def test_layers_leave_while_later_ones_are_computed() -> None:
+    engine = Engine(max_batched_tokens=4, min_piece_bytes=0, max_piece_bytes=1000)
+    gone, stream = engine.ask([1] * 2), engine.ask(list(range(8)))
+    gone.cancel()
+    engine.runner.broken = True
+    engine.step()
+    # The step has failed behind its first layer.
+    assert gone.pieces == []
+    assert [frame.piece for frame in stream.pieces] == [Piece(0, 0, 1, 0, 4)]
+    assert stream.failure is not None
 
 
 def test_a_failed_step_ends_the_jobs_in_it_and_no_other() -> None:

@@ -1,9 +1,7 @@
 """Replicas whose KV travels over process groups, undisturbed and under misfortune."""
 
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +15,6 @@ from worker.wire import engine_pb2 as wire
 LONG = random_prompt(3000)
 SLOWLY = {"max_batched_tokens": 2}
 TORCH = {"transport": Transport.TORCH}
-
-
-@pytest.fixture
-def doomed(tmp_path: Path) -> Iterator[EngineProcess]:
-    """A process that the test may kill."""
-    with EngineProcess(tmp_path / "doomed.log") as process:
-        yield process
-        print(process.new_output())
 
 
 def is_halfway(status: wire.StatusReply) -> bool:

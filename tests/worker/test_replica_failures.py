@@ -6,9 +6,7 @@ check the latter on their way out.
 
 import math
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +21,6 @@ from worker.wire import engine_pb2 as wire
 LONG = random_prompt(3000)
 SLOWLY = {"max_batched_tokens": 2}
 """So small are a prefill replica's chunks that a long prompt can be interrupted anywhere."""
-
-
-@pytest.fixture
-def doomed(tmp_path: Path) -> Iterator[EngineProcess]:
-    """A process that the test may kill."""
-    with EngineProcess(tmp_path / "doomed.log") as process:
-        yield process
-        print(process.new_output())
 
 
 def is_halfway(status: wire.StatusReply) -> bool:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,10 @@ class OwnerPlace:
 def transfer_layout(
     plan: CachePlan, layers: Sequence[CachedLayer], dtype: torch.dtype, fingerprint: str
 ) -> tuple[CacheLayout, tuple[tuple[OwnerPlace, ...], ...]]:
-    """The layout, and for each of its sections where the owners are. Sections are in order of first appearance."""
+    """The layout, and for each of its sections where the owners are. Sections are in order of first appearance.
+
+    Of a replica's rank only the places count: a layout is about whole layers.
+    """
     order = {layer.name: index for index, layer in enumerate(layers)}
     targets = {
         layer.name: layer.kv_sharing_target_layer_name
@@ -56,10 +60,14 @@ def transfer_layout(
     return layout, tuple(places)
 
 
+def heads_of_spec(spec: KVCacheSpec) -> int:
+    """The equal parts of a slot that ranks can share: KV heads, or what every tensor of a state has some of."""
+    return math.gcd(*(r.kv_heads if isinstance(r, TokenRegion) else r.shape[0] for r in spec.regions))
+
+
 def _owner(place: OwnerPlace, sharers: int) -> OwnerLayer:
-    heads = [region.kv_heads for region in place.spec.regions if isinstance(region, TokenRegion)]
     size = place.spec.bytes_per_token + place.spec.state_bytes
-    return OwnerLayer(place.name, max(heads, default=0), size, sharers)
+    return OwnerLayer(place.name, heads_of_spec(place.spec), size, sharers)
 
 
 def _lifetimes(retention: Retention) -> list[tuple[Lifetime, int, int]]:

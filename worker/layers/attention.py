@@ -13,10 +13,11 @@ from kernels.pages import PageShape
 from worker.kv_cache.specs import FullAttentionSpec, LayerName, SlidingWindowSpec
 from worker.kv_cache.tensors import LayerCache
 from worker.layers.cache_format import CacheFormat
+from worker.layers.cached_layer import Stored, nobody_asks
 
 
 class Attention:
-    """Causal attention with grouped queries over a paged cache.
+    """Causal attention with grouped queries over a paged cache, of the ``heads`` and ``kv_heads`` of one rank.
 
     With ``window`` it is over the last ``window`` tokens and the first ``sinks``. A value has ``value_head_dim``
     numbers, a multiple of ``head_dim``, which is the default. With ``kv_sharing_target_layer_name`` the layer has no
@@ -52,6 +53,7 @@ class Attention:
         self._backend = backend
         self.kv_cache = torch.empty(0)
         self._pages: PageShape | None = None
+        self._stored: Stored = nobody_asks
 
     @property
     def attention_type(self) -> str:
@@ -75,9 +77,10 @@ class Attention:
             return FullAttentionSpec(size, heads, self.head_dim, dtype, value_parts=parts)
         return SlidingWindowSpec(size, heads, self.head_dim, dtype, self.window, self.sinks, value_parts=parts)
 
-    def bind(self, cache: LayerCache) -> None:
+    def bind(self, cache: LayerCache, stored: Stored) -> None:
         """Take the one region of keys and values."""
         (self.kv_cache,) = cache
+        self._stored = stored
         self._pages = PageShape.of(self.kv_cache)
 
     @property
@@ -94,6 +97,7 @@ class Attention:
         """Store ``[rows, 1 + value parts, kv_heads, head_dim]``; only an owner may."""
         assert self.owns_cache, f"{self.name} writes into the cache of {self.kv_sharing_target_layer_name}"
         self._backend.write(self.kv_cache, key_value, plan)
+        self._stored(self.name)
 
     def attend(self, query: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """``[rows, heads, head_dim]`` to ``[rows, heads, value_head_dim]``."""

@@ -1,6 +1,6 @@
 """What the engine needs of any layer that has a place in the KV cache, whatever it stores there."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -8,6 +8,13 @@ import torch
 from kernels.attention.segments import Segment
 from worker.kv_cache.specs import KVCacheSpec, LayerName
 from worker.kv_cache.tensors import LayerCache
+
+Stored = Callable[[LayerName], None]
+"""Told of a layer that has stored its part of a step, in the order in which layers run."""
+
+
+def nobody_asks(layer: LayerName) -> None:
+    """A ``Stored`` for layers that nobody waits for."""
 
 
 class StepPlan(Protocol):
@@ -31,8 +38,11 @@ class CachedLayer(Protocol):
         """What it stores itself, or None if that is nothing."""
         ...
 
-    def bind(self, cache: LayerCache) -> None:
-        """Give it its memory: views of its target's regions, if it has a target, then of its own."""
+    def bind(self, cache: LayerCache, stored: Stored) -> None:
+        """Give it its memory: views of its target's regions, if it has a target, then of its own.
+
+        ``stored`` is told whenever all that the layer stores of a step is there.
+        """
         ...
 
     @property

@@ -1,40 +1,43 @@
 """Depthwise causal convolution of a recurrent layer, over the rows of many sequences."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
 
 from kernels.causal_conv import convolve_chunk, convolve_row
 from worker.layers.recurrent_state import StatePlan
-from worker.layers.weights import Slot, WeightFormat
+from worker.layers.weights import Slot, TensorPart, WeightFormat
+from worker.ranks.span import Span
 
 
 class CausalConv:
-    """``weight`` ``[channels, 1, kernel]``, as checkpoints have it. The last ``kernel - 1`` inputs are state.
+    """``weight`` ``[channels, 1, kernel]``, of the checkpoint's channels in ``spans``, one span after the other.
 
-    Where the rows' channels are in another order, ``order`` is int64 ``[channels]``: channel ``i`` of a row has the
-    weights of the checkpoint's channel ``order[i]``.
+    The last ``kernel - 1`` inputs are state. Where the rows' channels are in another order, ``order`` is int64
+    ``[channels]``: channel ``i`` of a row has the weights of channel ``order[i]``.
     """
 
     def __init__(
         self,
-        channels: int,
+        spans: Sequence[Span],
         kernel: int,
         weight_format: WeightFormat,
         *,
         bias: bool,
         order: torch.Tensor | None = None,
     ) -> None:
+        channels = sum(map(len, spans))
+        self._part = TensorPart(0, tuple(spans))
         self.weight = weight_format.empty(channels, 1, kernel)
         self.bias = weight_format.empty(channels) if bias else None
         self._order = order
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` and ``.bias`` go."""
-        yield Slot(f"{name}.weight", self.weight)
+        yield Slot(f"{name}.weight", self.weight, self._part)
         if self.bias is not None:
-            yield Slot(f"{name}.bias", self.bias)
+            yield Slot(f"{name}.bias", self.bias, self._part)
 
     @cached_property
     def _ordered(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,7 +5,7 @@ output. Built with a model; its state is bound like every cached layer's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from worker.layers.cached_layer import StepPlan
 from worker.layers.causal_conv import CausalConv
 from worker.layers.linear import Linear
 from worker.layers.recurrent_state import RecurrentState, StatePlan
-from worker.layers.weights import Slot, WeightFormat
+from worker.layers.weights import Slot, TensorPart, WeightFormat
+from worker.ranks.rank_group import split
+from worker.ranks.span import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,18 @@ class DeltaNetShape:
 class DeltaRecurrence:
     """The state is a float32 matrix per value head, then the last inputs of the convolution in the cache's dtype.
 
-    Channels are ordered by key head throughout, in the state too, so that heads can be split over ranks.
+    Channels are ordered by key head throughout, in the state too, so that heads can be split over ranks: this one has
+    ``value_heads`` of all that ``shape`` counts, and their key heads.
     """
 
     def __init__(
         self, name: LayerName, shape: DeltaNetShape, weight_format: WeightFormat, cache_dtype: torch.dtype
     ) -> None:
+        key_heads = split(weight_format.ranks, shape.key_heads, "linear_num_key_heads")
+        channels = _channels(shape, key_heads)
+        self.value_heads = key_heads.times(shape.group)
+        shape = replace(shape, key_heads=len(key_heads), value_heads=len(self.value_heads))
         per_key_head = sum(shape.channels_per_key_head)
-        channels = shape.key_heads * per_key_head
         self.state = RecurrentState(
             name,
             [
@@ -60,10 +66,12 @@ class DeltaRecurrence:
             ],
         )
         self._shape = shape
-        gates = shape.value_heads * shape.value_dim
-        widths = {"in_proj_qkvz": channels + gates, "in_proj_ba": 2 * shape.value_heads}
-        self.projection = Linear(widths, shape.hidden_size, weight_format)
-        self._widths = tuple(widths.values())
+        parts = {
+            "in_proj_qkvz": key_heads.times(per_key_head + shape.group * shape.value_dim),
+            "in_proj_ba": key_heads.times(2 * shape.group),
+        }
+        self.projection = Linear(parts, shape.hidden_size, weight_format)
+        self._widths = tuple(self.projection.widths.values())
         self.convolution = CausalConv(
             channels, shape.kernel, weight_format, bias=False, order=_channel_order(shape, weight_format.device)
         )
@@ -74,8 +82,9 @@ class DeltaRecurrence:
         """Weights by checkpoint name; ``prefix`` is the module's, such as ``model.layers.0.linear_attn``."""
         yield from self.projection.slots(prefix)
         yield from self.convolution.slots(f"{prefix}.conv1d")
-        yield Slot(f"{prefix}.A_log", self.decay_rate_log)
-        yield Slot(f"{prefix}.dt_bias", self.step_bias)
+        by_value_head = TensorPart(0, (self.value_heads,))
+        yield Slot(f"{prefix}.A_log", self.decay_rate_log, by_value_head)
+        yield Slot(f"{prefix}.dt_bias", self.step_bias, by_value_head)
 
     def __call__(self, hidden: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``[rows, hidden]`` to what is read and the gate on it, both ``[rows, value_heads, value_dim]``."""
@@ -120,8 +129,19 @@ def _apply_rule(rows: DeltaRows, matrices: torch.Tensor, plan: StatePlan) -> tor
     return read
 
 
+def _channels(shape: DeltaNetShape, key_heads: Span) -> list[Span]:
+    """Where a checkpoint, which has all queries, all keys, all values, has those of some key heads."""
+    whole = shape.key_heads * sum(shape.channels_per_key_head)
+    begin = 0
+    spans = []
+    for width in shape.channels_per_key_head:
+        spans.append(key_heads.times(width).within(begin, whole))
+        begin += shape.key_heads * width
+    return spans
+
+
 def _channel_order(shape: DeltaNetShape, device: torch.device) -> torch.Tensor:
-    """Where a checkpoint, which has all queries, all keys, all values, has the channels of every key head."""
+    """Where, among all queries, all keys, all values, the channels of every key head are."""
     begin = 0
     parts = []
     for width in shape.channels_per_key_head:

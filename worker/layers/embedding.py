@@ -1,30 +1,47 @@
-"""Token embedding and the head that turns hidden states into logits."""
+"""Token embedding and the head that turns hidden states into logits.
+
+Over several ranks each has some of the vocabulary's rows: what it does not find it takes for zero, and ranks' findings
+are added; logits are put side by side on rank 0.
+"""
 
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
-from worker.layers.weights import Slot, WeightFormat
+from worker.layers.weights import Slot, TensorPart, WeightFormat
+from worker.ranks.rank_group import split_rows
+from worker.ranks.span import Span
 
 
 class Embedding:
-    """``weight`` ``[vocab, hidden]``; what is looked up is multiplied by ``scale``, rounded to the weight's dtype."""
+    """``weight`` ``[vocab, hidden]``; what is looked up is multiplied by ``scale``, rounded to the weight's dtype.
+
+    ``rows`` are this rank's. All ranks' weights have one shape; rows beyond the vocabulary are zero.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, weight_format: WeightFormat, *, scale: float | None = None
     ) -> None:
-        self.weight = weight_format.empty(vocab_size, hidden_size)
+        self.rows = split_rows(weight_format.ranks, vocab_size)
+        self.weight = vocabulary_weight(self.rows, hidden_size, weight_format)
+        self._ranks = weight_format.ranks
         self._scale = None if scale is None else weight_format.rounded(scale)
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes."""
-        yield Slot(f"{name}.weight", self.weight)
+        yield vocabulary_slot(name, self.weight, self.rows)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Int64 ``[rows]`` to ``[rows, hidden]``."""
-        hidden = F.embedding(token_ids, self.weight)
+        hidden = F.embedding(token_ids, self.weight) if self._ranks.size == 1 else self._found(token_ids)
         return hidden if self._scale is None else hidden.mul_(self._scale)
+
+    def _found(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What all ranks find together."""
+        elsewhere = (token_ids < self.rows.begin) | (token_ids >= self.rows.end)
+        found = F.embedding((token_ids - self.rows.begin).masked_fill_(elsewhere, 0), self.weight)
+        return self._ranks.sum(found.masked_fill_(elsewhere[:, None], 0.0))
 
 
 class LogitsHead:
@@ -38,14 +55,32 @@ class LogitsHead:
     ) -> None:
         self._tied = tied
         self._soft_cap = soft_cap
-        self.weight = embedding.weight if tied else weight_format.empty(*embedding.weight.shape)
+        self._ranks = weight_format.ranks
+        self._rows = embedding.rows
+        hidden_size = embedding.weight.shape[1]
+        self.weight = embedding.weight if tied else vocabulary_weight(self._rows, hidden_size, weight_format)
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes, unless it is tied."""
         if not self._tied:
-            yield Slot(f"{name}.weight", self.weight)
+            yield vocabulary_slot(name, self.weight, self._rows)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden]`` to float32 ``[rows, vocab]``."""
-        logits = F.linear(hidden, self.weight).float()
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """``[rows, hidden]`` to float32 ``[rows, vocab]`` on rank 0, None elsewhere."""
+        gathered = self._ranks.gather(F.linear(hidden, self.weight))
+        if gathered is None:
+            return None
+        logits = gathered[:, : self._rows.whole].float()
         return logits if self._soft_cap is None else logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+
+
+def vocabulary_weight(rows: Span, hidden_size: int, weight_format: WeightFormat) -> torch.Tensor:
+    """A rank's part of a matrix with a row per token, as long as every other rank's."""
+    weight = weight_format.empty(-(-rows.whole // weight_format.ranks.size), hidden_size)
+    weight[len(rows) :].zero_()
+    return weight
+
+
+def vocabulary_slot(name: str, weight: torch.Tensor, rows: Span) -> Slot:
+    """Where ``{name}.weight`` goes."""
+    return Slot(f"{name}.weight", weight[: len(rows)], TensorPart(0, (rows,)))

@@ -6,8 +6,9 @@ from typing import Protocol
 import torch
 
 from kernels.pointwise import silu_and_multiply
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.weights import Slot, WeightFormat
+from worker.ranks.rank_group import split
 
 
 class FeedForward(Protocol):
@@ -23,7 +24,10 @@ class FeedForward(Protocol):
 
 
 class GatedMLP:
-    """``down(activation(gate(x)) * up(x))`` with gate and up as one matrix (Shazeer 2020)."""
+    """``down(activation(gate(x)) * up(x))`` with gate and up as one matrix (Shazeer 2020).
+
+    ``intermediate_size``, which the configuration calls ``field``, is split over ranks.
+    """
 
     def __init__(
         self,
@@ -33,16 +37,21 @@ class GatedMLP:
         *,
         bias: bool = False,
         activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_multiply,
+        field: str = "intermediate_size",
     ) -> None:
-        widths = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        width = split(weight_format.ranks, intermediate_size, field)
         self._activate = activate
-        self.gate_up = Linear(widths, hidden_size, weight_format, bias=bias)
-        self.down = Linear({"down_proj": hidden_size}, intermediate_size, weight_format, bias=bias)
+        self.gate_up = Linear({"gate_proj": width, "up_proj": width}, hidden_size, weight_format, bias=bias)
+        self.down = SummedLinear("down_proj", hidden_size, width, weight_format, bias=bias)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """``gate_proj``, ``up_proj`` and ``down_proj``."""
         yield from self.gate_up.slots(prefix)
         yield from self.down.slots(prefix)
+
+    def partial(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of the output."""
+        return self.down.partial(self._activate(self.gate_up(hidden)))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden]`` in and out."""

@@ -24,7 +24,7 @@ from kernels.pages import PageShape
 from worker.kv_cache.specs import IndexKeySpec, LayerName, MLASpec, SparseMLASpec
 from worker.kv_cache.tensors import LayerCache
 from worker.layers.cache_format import CacheFormat
-from worker.layers.cached_layer import StepPlan
+from worker.layers.cached_layer import StepPlan, Stored, nobody_asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class IndexShape:
 
 class LatentAttention:
     """Attention of ``heads`` query heads over one latent per token, ``latent_dim + rope_dim`` wide.
+
+    A rank has some of a layer's query heads, and all of its latents and index keys.
 
     With ``index`` the layer has an indexer and stores its keys. With ``kv_sharing_target_layer_name`` it reads the
     target's latents; an indexer's keys are its own all the same.
@@ -67,6 +69,7 @@ class LatentAttention:
         self._cache_format = cache_format
         self.latents = torch.empty(0)
         self.index_keys: torch.Tensor | None = None
+        self._stored: Stored = nobody_asks
 
     @property
     def owns_latents(self) -> bool:
@@ -82,8 +85,9 @@ class LatentAttention:
             return SparseMLASpec(size, self.head_dim, dtype, self.index.head_dim)
         return IndexKeySpec(size, self.index.head_dim, dtype)
 
-    def bind(self, cache: LayerCache) -> None:
+    def bind(self, cache: LayerCache, stored: Stored) -> None:
         """The latents come first; index keys of its own are last, after whatever else a target has."""
+        self._stored = stored
         self.latents = cache[0]
         self.index_keys = None if self.index is None else cache[-1]
 
@@ -102,13 +106,16 @@ class LatentAttention:
         assert isinstance(plan, LatentPlan)
         assert self.owns_latents, f"{self.name} writes into the cache of {self.kv_sharing_target_layer_name}"
         write_vectors(self.latents, latents, plan.latents)
+        if self.index is None:
+            self._stored(self.name)
 
     def write_index_keys(self, keys: torch.Tensor, plan: StepPlan) -> None:
-        """Store ``[rows, index head_dim]``."""
+        """Store ``[rows, index head_dim]``, after the latents of a layer that owns both."""
         assert isinstance(plan, LatentPlan)
         assert plan.index_keys is not None
         assert self.index_keys is not None
         write_vectors(self.index_keys, keys, plan.index_keys)
+        self._stored(self.name)
 
     def chooses(self, plan: StepPlan) -> bool:
         """Whether a row may see more tokens than the indexer lets it attend to; if not, there is nothing to select."""

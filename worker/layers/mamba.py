@@ -20,6 +20,7 @@ from worker.layers.linear import Linear
 from worker.layers.recurrent_state import RecurrentState, StatePlan
 from worker.layers.rms_norm import RMSNorm
 from worker.layers.weights import Slot, WeightFormat
+from worker.ranks.span import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Mamba:
             ],
         )
         self._widths = (shape.dt_rank, shape.d_state, shape.d_state)
-        self.convolution = CausalConv(shape.channels, shape.kernel, weight_format, bias=True)
+        channels = Span(0, shape.channels, shape.channels)
+        self.convolution = CausalConv([channels], shape.kernel, weight_format, bias=True)
         self.selection = Linear({"x_proj.0": sum(self._widths)}, shape.channels, weight_format)
         self.norms = tuple(RMSNorm(width, shape.norm_epsilon, weight_format) for width in self._widths)
         self.step = Linear({"dt_proj.0": shape.channels}, shape.dt_rank, weight_format)

@@ -1,6 +1,7 @@
 """A mixture of experts as the feed-forward half of a layer: gate, router, many small gated MLPs, a shared one beside.
 
 Built with its model like any feed-forward; experts are stored as two matrices for all of them and loaded one by one.
+Every rank has a part of every expert, and chooses the same ones as the others do.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,13 +13,15 @@ from kernels.pointwise import silu_and_multiply
 from worker.layers.gated_mlp import GatedMLP
 from worker.layers.linear import Linear
 from worker.layers.router import Router
-from worker.layers.weights import Slot, WeightFormat
+from worker.layers.weights import Slot, TensorPart, WeightFormat
+from worker.ranks.rank_group import split
 
 
 class Experts:
     """Gated MLPs, a few of them for each row.
 
-    ``gate_up`` is ``[experts, 2 * intermediate, hidden]``, gate first; ``down`` is ``[experts, hidden, intermediate]``.
+    ``gate_up`` is ``[experts, 2 * width, hidden]``, gate first; ``down`` is ``[experts, hidden, width]``. The width is
+    this rank's part of ``intermediate_size``, which the configuration calls ``field``.
     """
 
     def __init__(
@@ -29,32 +32,51 @@ class Experts:
         weight_format: WeightFormat,
         *,
         activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_multiply,
+        field: str = "moe_intermediate_size",
     ) -> None:
         self._activate = activate
-        self._intermediate_size = intermediate_size
-        self.gate_up = weight_format.empty(count, 2 * intermediate_size, hidden_size)
-        self.down = weight_format.empty(count, hidden_size, intermediate_size)
+        self._width = split(weight_format.ranks, intermediate_size, field)
+        self.gate_up = weight_format.empty(count, 2 * len(self._width), hidden_size)
+        self.down = weight_format.empty(count, hidden_size, len(self._width))
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """``{prefix}.3.gate_proj.weight`` and so on."""
+        width, rows, columns = len(self._width), TensorPart(0, (self._width,)), TensorPart(1, (self._width,))
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            yield Slot(f"{prefix}.{expert}.gate_proj.weight", gate_up[: self._intermediate_size])
-            yield Slot(f"{prefix}.{expert}.up_proj.weight", gate_up[self._intermediate_size :])
-            yield Slot(f"{prefix}.{expert}.down_proj.weight", down)
+            yield Slot(f"{prefix}.{expert}.gate_proj.weight", gate_up[:width], rows)
+            yield Slot(f"{prefix}.{expert}.up_proj.weight", gate_up[width:], rows)
+            yield Slot(f"{prefix}.{expert}.down_proj.weight", down, columns)
+
+    def fused_slots(self, prefix: str) -> Iterator[Slot]:
+        """``{prefix}.gate_up_proj`` and ``{prefix}.down_proj``, of checkpoints with one tensor for all experts."""
+        size = self._width.whole
+        gate_up = (self._width.within(0, 2 * size), self._width.within(size, 2 * size))
+        yield Slot(f"{prefix}.gate_up_proj", self.gate_up, TensorPart(1, gate_up))
+        yield Slot(f"{prefix}.down_proj", self.down, TensorPart(2, (self._width,)))
 
     def __call__(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden]`` in and out; expert ids and their weights are ``[rows, k]``."""
+        """``[rows, hidden]`` to this rank's summand of the output; expert ids and weights are ``[rows, k]``."""
         return routed_experts(hidden, self.gate_up, self.down, experts, weights, self._activate)
 
 
 class SharedExpert:
-    """A gated MLP that every row passes, with ``gated`` times the sigmoid of a learned projection of the row."""
+    """A gated MLP that every row passes, with ``gated`` times the sigmoid of a learned projection of the row.
+
+    ``field`` is what the configuration calls its ``intermediate_size``.
+    """
 
     def __init__(
-        self, name: str, hidden_size: int, intermediate_size: int, weight_format: WeightFormat, *, gated: bool = False
+        self,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        weight_format: WeightFormat,
+        *,
+        gated: bool = False,
+        field: str = "moe_intermediate_size",
     ) -> None:
         self._name = name
-        self.mlp = GatedMLP(hidden_size, intermediate_size, weight_format)
+        self.mlp = GatedMLP(hidden_size, intermediate_size, weight_format, field=field)
         self.gate = Linear({f"{name}_gate": 1}, hidden_size, weight_format) if gated else None
 
     def slots(self, prefix: str) -> Iterator[Slot]:
@@ -64,8 +86,8 @@ class SharedExpert:
             yield from self.gate.slots(prefix)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden]`` in and out."""
-        output = self.mlp(hidden)
+        """``[rows, hidden]`` to this rank's summand of the output."""
+        output = self.mlp.partial(hidden)
         return output if self.gate is None else output.mul_(self.gate(hidden).sigmoid())
 
 
@@ -87,6 +109,7 @@ class MixtureOfExperts:
         gate_dtype: torch.dtype | None = None,
     ) -> None:
         count, hidden_size, _ = experts.down.shape
+        self._ranks = weight_format.ranks
         self.experts = experts
         self.router = router
         self.shared = shared
@@ -106,4 +129,4 @@ class MixtureOfExperts:
         """``[rows, hidden]`` in and out."""
         experts, weights = self.router(self.gate(hidden.to(self._gate_dtype)).float())
         output = self.experts(hidden, experts, weights)
-        return output if self.shared is None else output.add_(self.shared(hidden))
+        return self._ranks.sum(output if self.shared is None else output.add_(self.shared(hidden)))

@@ -13,7 +13,7 @@ import torch
 from kernels.attention.segments import Segment
 from worker.kv_cache.specs import LayerName, RecurrentStateSpec, StateRegion
 from worker.kv_cache.tensors import LayerCache
-from worker.layers.cached_layer import StepPlan
+from worker.layers.cached_layer import StepPlan, Stored, nobody_asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,16 @@ class RecurrentState:
         self.name = name
         self._tensors = tuple(tensors)
         self._cache: LayerCache = ()
+        self._stored: Stored = nobody_asks
 
     def kv_cache_spec(self) -> RecurrentStateSpec:
         """Its tensors."""
         return RecurrentStateSpec(self._tensors)
 
-    def bind(self, cache: LayerCache) -> None:
+    def bind(self, cache: LayerCache, stored: Stored) -> None:
         """Take one view per tensor."""
         self._cache = cache
+        self._stored = stored
 
     @property
     def plan_key(self) -> Hashable:
@@ -100,6 +102,7 @@ class RecurrentState:
         assert isinstance(plan, StatePlan)
         for cache, state in zip(self._cache, states, strict=True):
             cache.index_copy_(0, plan.destinations, state)
+        self._stored(self.name)
 
 
 def _one_row_sequences(segments: Sequence[Segment], device: torch.device) -> OneRowSequences | None:

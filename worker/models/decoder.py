@@ -16,12 +16,14 @@ from worker.kv_cache.specs import LayerName
 from worker.layers.attention import Attention
 from worker.layers.embedding import Embedding, LogitsHead
 from worker.layers.gated_mlp import FeedForward, GatedMLP
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.rms_norm import RMSNorm
 from worker.layers.rotary import RotaryTable, Rotation
 from worker.layers.weights import Slot
 from worker.models.config_checks import SLIDING
 from worker.models.model import ModelContext, RowSet, StepInputs
+from worker.ranks.heads import Heads
+from worker.ranks.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class DecoderShape:
             **switches,
         )
 
+    def heads_of(self, ranks: RankGroup) -> Heads:
+        """Those of this rank. Raises ``CannotSplit``."""
+        return Heads.of(ranks, self.heads, self.kv_heads)
+
 
 class LastOwnerKeys:
     """All that a headless model keeps of its last owner layer: the projection to keys and values."""
@@ -67,8 +73,7 @@ class LastOwnerKeys:
     def __init__(self, index: int, shape: DecoderShape, attention: Attention, context: ModelContext) -> None:
         self.prefix = f"model.layers.{index}"
         self.attention = attention
-        self._kv_heads, self._head_dim = shape.kv_heads, shape.head_dim
-        width = shape.kv_heads * shape.head_dim
+        width = shape.heads_of(context.weights.ranks).key_value.times(shape.head_dim)
         self.input_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, context.weights)
         self.key_value = Linear(
             {"k_proj": width, "v_proj": width}, shape.hidden_size, context.weights, bias=shape.qkv_bias
@@ -84,7 +89,8 @@ class LastOwnerKeys:
 
     def write(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> None:
         """Write keys and values of every row."""
-        states = self.key_value(self.input_norm(hidden)).view(len(hidden), KEY_VALUE, self._kv_heads, self._head_dim)
+        heads, head_dim = self.attention.kv_heads, self.attention.head_dim
+        states = self.key_value(self.input_norm(hidden)).view(len(hidden), KEY_VALUE, heads, head_dim)
         self.rotate(states[:, 0], rotation)
         self.attention.write(states, rows.plans[self.attention.name])
 
@@ -109,20 +115,21 @@ class DecoderLayer:
         weights = context.weights
         self.prefix = f"model.layers.{index}"
         self.attention = attention
-        self._heads = shape.heads
-        self._kv_heads = shape.kv_heads if attention.owns_cache else 0
+        self._heads = attention.heads
+        self._kv_heads = attention.kv_heads if attention.owns_cache else 0
         self._head_dim = shape.head_dim
-        widths = {"q_proj": shape.heads, "k_proj": self._kv_heads, "v_proj": self._kv_heads}
-        parts = {name: heads * shape.head_dim for name, heads in widths.items() if heads}
+        heads = shape.heads_of(weights.ranks)
+        query = heads.query.times(shape.head_dim)
+        parts = {"q_proj": query}
+        if attention.owns_cache:
+            parts |= dict.fromkeys(("k_proj", "v_proj"), heads.key_value.times(shape.head_dim))
         self.input_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
         self.qkv = Linear(parts, shape.hidden_size, weights, bias=shape.qkv_bias)
         self.query_norm = RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm else None
         self.key_norm = (
             RMSNorm(shape.head_dim, shape.norm_epsilon, weights) if shape.qk_norm and attention.owns_cache else None
         )
-        self.output = Linear(
-            {"o_proj": shape.hidden_size}, shape.heads * shape.head_dim, weights, bias=shape.output_bias
-        )
+        self.output = SummedLinear("o_proj", shape.hidden_size, query, weights, bias=shape.output_bias)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
         self.feed_forward = feed_forward
 
@@ -266,10 +273,11 @@ def _attention(
     context: ModelContext,
     targets: Mapping[LayerName, LayerName],
 ) -> Attention:
+    heads = shape.heads_of(context.weights.ranks)
     return Attention(
         name,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
+        heads=len(heads.query),
+        kv_heads=len(heads.key_value),
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
         cache_format=context.cache,

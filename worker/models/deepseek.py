@@ -18,13 +18,15 @@ from worker.layers.gated_mlp import FeedForward, GatedMLP
 from worker.layers.latent_attention import IndexShape, LatentAttention
 from worker.layers.latent_expansion import LatentExpansion
 from worker.layers.layer_norm import LayerNorm
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.moe import Experts, MixtureOfExperts, SharedExpert
 from worker.layers.rms_norm import RMSNorm
 from worker.layers.rotary import RotaryTable, Rotation, score_factor
 from worker.layers.router import Router
 from worker.layers.weights import Slot, WeightFormat
 from worker.models.model import ModelContext, RowSet, StepInputs
+from worker.ranks.rank_group import RankGroup, split
+from worker.ranks.span import Span
 
 LOW_RANK_NORM_EPSILON = 1e-6
 """Of the norms inside attention, whatever ``rms_norm_eps`` says."""
@@ -78,6 +80,10 @@ class DeepseekShape:
         """Of a query or key before absorption."""
         return self.nope_dim + self.rope_dim
 
+    def heads_of(self, ranks: RankGroup) -> Span:
+        """Those of this rank. Raises ``CannotSplit``."""
+        return split(ranks, self.heads, "num_attention_heads")
+
     def rotate(self, rotation: Rotation, heads: torch.Tensor) -> None:
         """Rotate ``[rows, heads, rope_dim]`` in place."""
         if self.interleaved:
@@ -114,9 +120,9 @@ class LayerInput:
         self.prefix = f"model.layers.{index}"
         self.attention = attention
         self._shape = shape
-        self._widths = _input_widths(shape, attention, queries=queries)
         self.norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
-        self.projection = Linear(self._widths, shape.hidden_size, weights)
+        parts = _input_parts(shape, attention, weights.ranks, queries=queries)
+        self.projection = Linear(parts, shape.hidden_size, weights)
         self.latent_norm = RMSNorm(shape.latent_dim, LOW_RANK_NORM_EPSILON, weights) if attention.owns_latents else None
         self.index_key_norm = None if shape.index is None else LayerNorm(shape.index.head_dim, 1e-6, weights)
 
@@ -131,8 +137,9 @@ class LayerInput:
 
     def store(self, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> Mapping[str, torch.Tensor]:
         """Write latents and index keys; return the product by checkpoint module."""
-        product = self.projection(self.norm(hidden)).split_with_sizes(list(self._widths.values()), dim=-1)
-        parts = dict(zip(self._widths, product, strict=True))
+        widths = self.projection.widths
+        product = self.projection(self.norm(hidden)).split_with_sizes(list(widths.values()), dim=-1)
+        parts = dict(zip(widths, product, strict=True))
         plan = rows.plans[self.attention.name]
         if self.latent_norm is not None:
             latents, size = parts["kv_a_proj_with_mqa"], self._shape.latent_dim
@@ -146,20 +153,22 @@ class LayerInput:
         return parts
 
 
-def _input_widths(shape: DeepseekShape, attention: LatentAttention, *, queries: bool) -> dict[str, int]:
-    widths = {}
+def _input_parts(
+    shape: DeepseekShape, attention: LatentAttention, ranks: RankGroup, *, queries: bool
+) -> dict[str, int | Span]:
+    parts: dict[str, int | Span] = {}
     if queries:
         if shape.query_rank is None:
-            widths["q_proj"] = shape.heads * shape.head_dim
+            parts["q_proj"] = shape.heads_of(ranks).times(shape.head_dim)
         else:
-            widths["q_a_proj"] = shape.query_rank
+            parts["q_a_proj"] = shape.query_rank
         if shape.index is not None:
-            widths["indexer.weights_proj"] = shape.index.heads
+            parts["indexer.weights_proj"] = shape.index.heads
     if attention.owns_latents:
-        widths["kv_a_proj_with_mqa"] = shape.latent_dim + shape.rope_dim
+        parts["kv_a_proj_with_mqa"] = shape.latent_dim + shape.rope_dim
     if shape.index is not None:
-        widths["indexer.wk"] = shape.index.head_dim
-    return widths
+        parts["indexer.wk"] = shape.index.head_dim
+    return parts
 
 
 class Indexer:
@@ -206,16 +215,17 @@ class DeepseekLayer:
         self.attention = attention
         self._shape = shape
         self.input = LayerInput(index, shape, attention, weights, queries=True)
+        heads = shape.heads_of(weights.ranks)
         self.query_norm: RMSNorm | None = None
         self.query: Linear | None = None
         self.indexer: Indexer | None = None
         if shape.query_rank is not None:
             self.query_norm = RMSNorm(shape.query_rank, LOW_RANK_NORM_EPSILON, weights)
-            self.query = Linear({"q_b_proj": shape.heads * shape.head_dim}, shape.query_rank, weights)
+            self.query = Linear({"q_b_proj": heads.times(shape.head_dim)}, shape.query_rank, weights)
             if shape.index is not None:
                 self.indexer = Indexer(shape.index, shape.query_rank, weights)
-        self.expansion = LatentExpansion(shape.heads, shape.latent_dim, shape.nope_dim, shape.value_dim, weights)
-        self.output = Linear({"o_proj": shape.hidden_size}, shape.heads * shape.value_dim, weights)
+        self.expansion = LatentExpansion(heads, shape.latent_dim, shape.nope_dim, shape.value_dim, weights)
+        self.output = SummedLinear("o_proj", shape.hidden_size, heads.times(shape.value_dim), weights)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_epsilon, weights)
         self.feed_forward = feed_forward
 
@@ -255,7 +265,7 @@ class DeepseekLayer:
             )
         if self.query is not None:
             query = self.query(query)
-        query = query.view(len(query), shape.heads, shape.head_dim)
+        query = query.view(len(query), self.attention.heads, shape.head_dim)
         shape.rotate(rotation, query[..., shape.nope_dim :])
         attended = self.attention.attend(query, self.expansion.by_head, plan, selection)
         return self.output(attended.view(len(query), -1))
@@ -271,7 +281,7 @@ class Deepseek:
         attentions = [
             LatentAttention(
                 name,
-                heads=shape.heads,
+                heads=len(shape.heads_of(weights.ranks)),
                 latent_dim=shape.latent_dim,
                 rope_dim=shape.rope_dim,
                 scale=shape.scale,

@@ -285,11 +285,12 @@ class GemmaDecoder(ABC):
 def _attentions(shape: GemmaShape, context: ModelContext) -> list[Attention]:
     names = [LayerName(f"model.layers.{index}.self_attn.attn") for index in range(len(shape.layers))]
     targets = context.sharing.resolve(names, declared=_declared_sharing(shape, names))
+    heads = [layer.heads_of(context.weights.ranks) for layer in shape.layers]
     attentions = [
         Attention(
             name,
-            heads=layer.heads,
-            kv_heads=layer.kv_heads,
+            heads=len(own.query),
+            kv_heads=len(own.key_value),
             head_dim=layer.head_dim,
             scale=layer.scale,
             cache_format=context.cache,
@@ -297,7 +298,7 @@ def _attentions(shape: GemmaShape, context: ModelContext) -> list[Attention]:
             window=layer.window,
             kv_sharing_target_layer_name=targets.get(name),
         )
-        for name, layer in zip(names, shape.layers, strict=True)
+        for name, layer, own in zip(names, shape.layers, heads, strict=True)
     ]
     validate_targets(attentions)
     return attentions

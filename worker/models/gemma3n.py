@@ -33,6 +33,7 @@ from worker.models.gemma import CheckpointNames, GemmaDecoder, Hidden, Normalize
 from worker.models.gemma_attention import GemmaShape, LayerShape, Values
 from worker.models.gemma_checks import check_gemma, check_sharing
 from worker.models.model import ModelContext
+from worker.ranks.rank_group import RankGroup
 
 TEXT = CheckpointNames()
 MULTIMODAL = CheckpointNames("model.language_model")
@@ -57,11 +58,21 @@ def check_gemma3n(config: PretrainedConfig) -> None:
             raise UnsupportedModel(f"config.json: activation_sparsity_pattern has {sparsity!r}, not a share below 1")
 
 
-def sparse_gelu_and_multiply(gate_up: torch.Tensor, *, deviations: float) -> torch.Tensor:
+def sparse_gelu_and_multiply(gate_up: torch.Tensor, *, deviations: float, ranks: RankGroup) -> torch.Tensor:
     """``gelu(relu(gate - cutoff)) * up`` for ``[rows, 2 * width]``; the cutoff is so many deviations above the mean."""
     gate, up = gate_up.chunk(2, dim=-1)
-    cutoff = gate.mean(dim=-1, keepdim=True) + gate.std(dim=-1, keepdim=True, unbiased=False) * deviations
-    return F.gelu(F.relu(gate - cutoff), approximate="tanh").mul_(up)
+    mean, deviation = _mean_and_deviation(gate, ranks)
+    return F.gelu(F.relu(gate - (mean + deviation * deviations)), approximate="tanh").mul_(up)
+
+
+def _mean_and_deviation(part: torch.Tensor, ranks: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row over all ranks' parts of it, ``[rows, 1]`` both. Sums between ranks are in float32 at least."""
+    if ranks.size == 1:
+        return part.mean(dim=-1, keepdim=True), part.std(dim=-1, keepdim=True, unbiased=False)
+    wide, count = part.to(torch.promote_types(part.dtype, torch.float32)), part.shape[-1] * ranks.size
+    mean = ranks.sum(wide.sum(dim=-1, keepdim=True)) / count
+    variance = ranks.sum((wide - mean).square_().sum(dim=-1, keepdim=True)) / count
+    return mean.to(part.dtype), variance.sqrt_().to(part.dtype)
 
 
 class Laurel:
@@ -208,7 +219,8 @@ def _activation(sparsity: float, weights: WeightFormat) -> Callable[[torch.Tenso
     """The MLP's activation; ``sparsity`` is the share of it that becomes 0 if activations are normally distributed."""
     if sparsity == 0.0:
         return gelu_and_multiply
-    return partial(sparse_gelu_and_multiply, deviations=weights.rounded(NormalDist().inv_cdf(sparsity)))
+    deviations = weights.rounded(NormalDist().inv_cdf(sparsity))
+    return partial(sparse_gelu_and_multiply, deviations=deviations, ranks=weights.ranks)
 
 
 def _shape(config: PretrainedConfig) -> GemmaShape:

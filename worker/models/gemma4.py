@@ -122,6 +122,7 @@ class DenseAndExperts:
     def __init__(
         self, shape: GemmaShape, dense: NormalizedMLP, config: PretrainedConfig, weights: WeightFormat
     ) -> None:
+        self._ranks = weights.ranks
         self.dense = dense
         self.dense_norm = shape.norm(weights)
         self.router = ExpertRouter(config.num_experts, config.top_k_experts, shape, weights)
@@ -137,15 +138,14 @@ class DenseAndExperts:
         yield from self.dense_norm.slots(f"{prefix}.post_feedforward_layernorm_1")
         yield from self.router.slots(f"{prefix}.router")
         yield from self.experts_input_norm.slots(f"{prefix}.pre_feedforward_layernorm_2")
-        yield Slot(f"{prefix}.experts.gate_up_proj", self.experts.gate_up)
-        yield Slot(f"{prefix}.experts.down_proj", self.experts.down)
+        yield from self.experts.fused_slots(f"{prefix}.experts")
         yield from self.experts_norm.slots(f"{prefix}.post_feedforward_layernorm_2")
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden]`` in, a new tensor out."""
         experts, weights = self.router(hidden)
-        sparse = self.experts_norm(self.experts(self.experts_input_norm(hidden), experts, weights))
-        return self.dense_norm(self.dense(hidden)).add_(sparse)
+        sparse = self._ranks.sum(self.experts(self.experts_input_norm(hidden), experts, weights))
+        return self.dense_norm(self.dense(hidden)).add_(self.experts_norm(sparse))
 
 
 class Gemma4Layer(NormalizedEntry):

@@ -10,11 +10,13 @@ from enum import Enum
 import torch
 
 from worker.layers.attention import Attention
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.rms_norm import RMSNorm, UnscaledRMSNorm
 from worker.layers.rotary import Rotation
 from worker.layers.weights import Slot, WeightFormat
 from worker.models.model import RowSet
+from worker.ranks.heads import Heads
+from worker.ranks.rank_group import RankGroup
 
 
 class Values(Enum):
@@ -36,6 +38,10 @@ class LayerShape:
     window: int | None
     scale: float
     values: Values
+
+    def heads_of(self, ranks: RankGroup) -> Heads:
+        """Those of this rank. Raises ``CannotSplit``."""
+        return Heads.of(ranks, self.heads, self.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class Rotations:
 
 
 class KeysAndValues:
-    """What a layer caches, and its queries if there are ``heads``.
+    """What a layer caches, and with ``queries`` these too.
 
     Without them it is all that a headless model keeps of its last owner. A sharing layer has no keys and values.
     """
@@ -86,19 +92,21 @@ class KeysAndValues:
         attention: Attention,
         weights: WeightFormat,
         *,
-        heads: int = 0,
+        queries: bool = False,
     ) -> None:
         self._prefix = f"{prefix}.self_attn"
         self._attention = attention
         self._shape = layer
-        self._heads = heads
-        kv_heads = layer.kv_heads if attention.owns_cache else 0
-        own_values = 0 if layer.values is Values.NORMALIZED_KEYS else kv_heads
-        self._keys_end = heads + kv_heads
-        widths = {"q_proj": heads, "k_proj": kv_heads, "v_proj": own_values}
-        parts = {name: count * layer.head_dim for name, count in widths.items() if count}
+        self._heads = attention.heads if queries else 0
+        self._keys_end = self._heads + attention.kv_heads
+        heads = layer.heads_of(weights.ranks)
+        parts = {"q_proj": heads.query.times(layer.head_dim)} if queries else {}
+        if attention.owns_cache:
+            parts["k_proj"] = heads.key_value.times(layer.head_dim)
+            if layer.values is not Values.NORMALIZED_KEYS:
+                parts["v_proj"] = parts["k_proj"]
         self.projection = Linear(parts, shape.hidden_size, weights, bias=shape.attention_bias)
-        self.query_norm = shape.norm(weights, layer.head_dim) if heads else None
+        self.query_norm = shape.norm(weights, layer.head_dim) if queries else None
         self.key_norm = shape.norm(weights, layer.head_dim) if attention.owns_cache else None
         self.value_norm = UnscaledRMSNorm(shape.norm_epsilon)
 
@@ -140,9 +148,9 @@ class SelfAttention(KeysAndValues):
     def __init__(
         self, prefix: str, layer: LayerShape, shape: GemmaShape, attention: Attention, weights: WeightFormat
     ) -> None:
-        super().__init__(prefix, layer, shape, attention, weights, heads=layer.heads)
-        width = layer.heads * layer.head_dim
-        self.output = Linear({"o_proj": shape.hidden_size}, width, weights, bias=shape.attention_bias)
+        super().__init__(prefix, layer, shape, attention, weights, queries=True)
+        width = layer.heads_of(weights.ranks).query.times(layer.head_dim)
+        self.output = SummedLinear("o_proj", shape.hidden_size, width, weights, bias=shape.attention_bias)
 
     def slots(self) -> Iterator[Slot]:
         """Weights by checkpoint name."""

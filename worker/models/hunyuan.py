@@ -207,9 +207,12 @@ class Hunyuan(Decoder):
         top_k, shared = _per_layer(config, "moe_topk")[index], None
         if config.use_mixed_mlp_moe:
             width = config.intermediate_size * _per_layer(config, "num_shared_expert")[index]
-            shared = SharedExpert("shared_mlp", config.hidden_size, width, context.weights)
+            shared = SharedExpert(
+                "shared_mlp", config.hidden_size, width, context.weights, field="intermediate_size * num_shared_expert"
+            )
+        field = "intermediate_size" if config.moe_intermediate_size is None else "moe_intermediate_size"
         return MixtureOfExperts(
-            Experts(count, config.hidden_size, _expert_width(config, index), context.weights),
+            Experts(count, config.hidden_size, _expert_width(config, index), context.weights, field=field),
             SoftmaxRouter(top_k, renormalize=self.renormalizes(top_k)),
             context.weights,
             shared=shared,

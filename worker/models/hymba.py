@@ -34,6 +34,8 @@ from worker.models.config_checks import (
     require_sizes,
 )
 from worker.models.model import ModelContext, RowSet, StepInputs
+from worker.ranks.rank_group import CannotSplit
+from worker.ranks.span import Span
 
 
 class HymbaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers has no types here
@@ -176,6 +178,7 @@ class MetaTokenEmbedding(Embedding):
         super().__init__(vocab_size + meta_tokens, hidden_size, weight_format)
         self._table = self.weight
         self.weight, self.meta_tokens = self._table.split_with_sizes([vocab_size, meta_tokens])
+        self.rows = Span(0, vocab_size, vocab_size)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Int64 ``[rows]`` to ``[rows, hidden]``."""
@@ -278,6 +281,8 @@ class Hymba:
     """See the module."""
 
     def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+        if context.weights.ranks.size > 1:
+            raise CannotSplit("the architecture is HymbaForCausalLM, of which every layer is computed on one rank")
         names = [LayerName(f"model.layers.{i}.mamba.self_attn.attn") for i in range(config.num_hidden_layers)]
         declared = {names[i]: names[owner] for i, owner in _sharing_layers(config).items()}
         targets = context.sharing.resolve(names, declared=declared)

@@ -9,7 +9,7 @@ Tensors have Mistral's own names in a checkpoint, not those of transformers' mod
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -24,7 +24,7 @@ from worker.layers.latent_attention import IndexShape, LatentAttention
 from worker.layers.latent_expansion import LatentExpansion
 from worker.layers.layer_norm import LayerNorm
 from worker.layers.learned_rotary import LearnedRotary
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.moe import Experts, MixtureOfExperts, SharedExpert
 from worker.layers.query_scaling import QueryScaling
 from worker.layers.rms_norm import RMSNorm
@@ -43,6 +43,8 @@ from worker.models.config_checks import (
     require_sizes,
 )
 from worker.models.model import ModelContext, RowSet, StepInputs
+from worker.ranks.rank_group import split
+from worker.ranks.span import Span
 
 INDEXER_EPSILON = 1e-6
 
@@ -143,7 +145,7 @@ class IndexQueries:
         self.input_norm = LayerNorm(hidden_size, INDEXER_EPSILON, weights)
         self.projection = Linear({"wq_b": index.heads * index.head_dim}, hidden_size, weights)
         self.head_weights = Linear({"weights_proj": index.heads}, hidden_size, weights)
-        self.scaling = QueryScaling(index.heads, weights)
+        self.scaling = QueryScaling(Span(0, index.heads, index.heads), weights)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """Weights by checkpoint name; ``prefix`` is the indexer's."""
@@ -197,18 +199,18 @@ class Layer(StoringLayer):
         super().__init__(index, config, attention, context, rope=kind.rope)
         weights = context.weights
         self._rope = kind.rope
-        self._heads = config.num_attention_heads
         self._head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         self._key_dim = config.qk_nope_head_dim if kind.rope else self._head_dim
-        self.query = Linear({"wq": self._heads * self._head_dim}, config.hidden_size, weights)
-        self.scaling = QueryScaling(self._heads, weights)
-        self.expansion = LatentExpansion(self._heads, config.kv_lora_rank, self._key_dim, config.v_head_dim, weights)
+        heads = _heads(config, context)
+        self.query = Linear({"wq": heads.times(self._head_dim)}, config.hidden_size, weights)
+        self.scaling = QueryScaling(heads, weights)
+        self.expansion = LatentExpansion(heads, config.kv_lora_rank, self._key_dim, config.v_head_dim, weights)
         self.index_queries = (
             None
             if attention.index is None
             else IndexQueries(config.hidden_size, attention.index, weights, rope=kind.rope)
         )
-        self.output = Linear({"wo": config.hidden_size}, self._heads * config.v_head_dim, weights)
+        self.output = SummedLinear("wo", config.hidden_size, heads.times(config.v_head_dim), weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, weights)
         self.feed_forward: FeedForward
         if kind.sparse_feed_forward:
@@ -229,7 +231,7 @@ class Layer(StoringLayer):
         yield from self.output.slots(f"{self.prefix}.attention")
         yield from self.mlp_norm.slots(f"{self.prefix}.ffn_norm")
         for slot in self.feed_forward.slots(self._feed_forward_prefix):
-            yield Slot(_checkpoint_name(slot.name), slot.destination)
+            yield replace(slot, name=_checkpoint_name(slot.name))
 
     def select(self, normed: torch.Tensor, rows: LayerRows, earlier: Selection | None) -> Selection | None:
         """The tokens that rows attend to: what the layer's indexer chooses, or what the last one before it chose."""
@@ -245,7 +247,7 @@ class Layer(StoringLayer):
         self, normed: torch.Tensor, hidden: torch.Tensor, rows: LayerRows, selection: Selection | None
     ) -> torch.Tensor:
         """Attention output and feed-forward, added to the residual stream ``hidden``."""
-        query = self.query(normed).view(-1, self._heads, self._head_dim)
+        query = self.query(normed).view(-1, self.attention.heads, self._head_dim)
         self.scaling.apply(query, rows.log_positions)
         if self._rope:
             rows.rotation.apply_interleaved(query[..., self._key_dim :])
@@ -339,7 +341,7 @@ def _attention_layers(
     layers = [
         LatentAttention(
             name,
-            heads=config.num_attention_heads,
+            heads=len(_heads(config, context)),
             latent_dim=config.kv_lora_rank,
             rope_dim=config.qk_rope_head_dim if kind.rope else 0,
             scale=scale,
@@ -351,6 +353,11 @@ def _attention_layers(
     ]
     validate_targets(layers)
     return layers
+
+
+def _heads(config: PretrainedConfig, context: ModelContext) -> Span:
+    """The query heads of this rank."""
+    return split(context.weights.ranks, config.num_attention_heads, "num_attention_heads")
 
 
 def _mixture_of_experts(config: PretrainedConfig, weights: WeightFormat) -> MixtureOfExperts:

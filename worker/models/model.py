@@ -20,7 +20,10 @@ from worker.layers.weights import Slot, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """How to build a model. A ``headless`` one ends with the last owner's keys and values and gives no logits."""
+    """How to build a model, or one rank's part of it: ``weights`` names the ranks.
+
+    A ``headless`` one ends with the last owner's keys and values and gives no logits.
+    """
 
     weights: WeightFormat
     cache: CacheFormat
@@ -70,5 +73,8 @@ class Model(Protocol):
         ...
 
     def forward(self, step: StepInputs) -> torch.Tensor | None:
-        """Write KV of all rows; return float32 logits ``[logit rows, vocab]``, or None when there are none."""
+        """Write KV of all rows; return float32 logits ``[logit rows, vocab]`` on rank 0.
+
+        None elsewhere, and when there are none. All ranks of a model get the same step.
+        """
         ...

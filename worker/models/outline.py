@@ -20,7 +20,8 @@ from worker.layers.cached_layer import CachedLayer
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import UnsupportedModel
 from worker.models.model import ModelContext
-from worker.models.registry import parse_config
+from worker.models.registry import ModelConfig, parse_config
+from worker.ranks.rank_group import SOLO, DescribedRank
 from worker.weight_loader import require_tensors
 
 
@@ -40,24 +41,17 @@ class ModelOutline:
     cache: CachePlan
 
 
-def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -> ModelOutline:
+def outline_model(
+    path: Path, *, kv_sharing: str, dtype: str, block_size: int, tensor_parallel_size: int = 1
+) -> ModelOutline:
     """Describe the model of a directory with config.json, of a config.json file, or of a ``.gguf`` file.
 
-    ``dtype`` may be ``auto``. Where weights are, their names and shapes are checked as well, without reading
-    them. Raises ``CheckpointError``, ``UnsupportedModel``, ``SharingError`` or ``WeightMismatch``, like an engine.
+    ``dtype`` may be ``auto``. Of a model on several ranks, ``layers`` and ``cache`` are those of one. Where weights
+    are, their names and shapes are checked as well, without reading them. Raises ``CheckpointError``,
+    ``UnsupportedModel``, ``SharingError`` or ``WeightMismatch``, like an engine.
     """
-    checkpoint = _open_weights(path)
-    content, own_dtype = _read(path) if checkpoint is None else (checkpoint.config, _name(checkpoint.dtype()))
-    config = parse_config(content)
-    chosen = DTYPES[own_dtype if dtype == "auto" else dtype]
-    meta = torch.device("meta")
-    context = ModelContext(
-        weights=WeightFormat(chosen, meta),
-        cache=CacheFormat(block_size, chosen),
-        backend=attention_backend(meta),
-        sharing=parse_sharing(kv_sharing),
-        max_model_len=2,
-    )
+    checkpoint, config, chosen = open_model(path, dtype)
+    context = describe(chosen, kv_sharing, block_size, tensor_parallel_size)
     model = config.build(context)
     if checkpoint is not None:
         whole = config.build(replace(context, sharing=NoSharing()))
@@ -71,6 +65,26 @@ def outline_model(path: Path, *, kv_sharing: str, dtype: str, block_size: int) -
         dtype=chosen,
         layers=tuple(model.cached_layers),
         cache=plan_cache(model.cached_layers, block_size),
+    )
+
+
+def open_model(path: Path, dtype: str) -> tuple[Checkpoint | None, ModelConfig, torch.dtype]:
+    """Weights if there are any, the configuration, and what ``dtype`` means; errors as of ``outline_model``."""
+    checkpoint = _open_weights(path)
+    content, own_dtype = _read(path) if checkpoint is None else (checkpoint.config, _name(checkpoint.dtype()))
+    return checkpoint, parse_config(content), DTYPES[own_dtype if dtype == "auto" else dtype]
+
+
+def describe(dtype: torch.dtype, kv_sharing: str, block_size: int, tensor_parallel_size: int = 1) -> ModelContext:
+    """How to build the first rank's part of a model that has shapes but no memory."""
+    meta = torch.device("meta")
+    ranks = SOLO if tensor_parallel_size == 1 else DescribedRank(0, tensor_parallel_size)
+    return ModelContext(
+        weights=WeightFormat(dtype, meta, ranks),
+        cache=CacheFormat(block_size, dtype),
+        backend=attention_backend(meta),
+        sharing=parse_sharing(kv_sharing),
+        max_model_len=2,
     )
 
 

@@ -20,7 +20,7 @@ from worker.layers.cached_layer import CachedLayer
 from worker.layers.delta_recurrence import DeltaNetShape, DeltaRecurrence
 from worker.layers.embedding import Embedding, LogitsHead
 from worker.layers.gated_mlp import FeedForward, GatedMLP
-from worker.layers.linear import Linear
+from worker.layers.linear import Linear, SummedLinear
 from worker.layers.moe import Experts, MixtureOfExperts, SharedExpert
 from worker.layers.rms_norm import RMSNorm
 from worker.layers.rotary import RotaryTable, Rotation
@@ -40,6 +40,7 @@ from worker.models.config_checks import (
     require_sizes,
 )
 from worker.models.model import ModelContext, RowSet, StepInputs
+from worker.ranks.heads import Heads
 
 DELTA_NET = "linear_attention"
 
@@ -134,16 +135,18 @@ class GatedAttention:
         weights, bias = context.weights, config.attention_bias
         self._prefix = prefix
         self._attention = attention
+        heads = _heads(config, context)
         # Each head's query is followed by its gate.
-        self._query_width = 2 * attention.heads * attention.head_dim
-        parts = {"q_proj": self._query_width}
+        parts = {"q_proj": heads.query.times(2 * attention.head_dim)}
+        self._query_width = len(parts["q_proj"])
         self.writer: KeyValueWriter | None = None
         if attention.owns_cache:
-            parts |= dict.fromkeys(("k_proj", "v_proj"), attention.kv_heads * attention.head_dim)
+            parts |= dict.fromkeys(("k_proj", "v_proj"), heads.key_value.times(attention.head_dim))
             self.writer = KeyValueWriter(prefix, attention, config, context)
         self.projection = Linear(parts, config.hidden_size, weights, bias=bias)
         self.query_norm = RMSNorm(attention.head_dim, config.rms_norm_eps, weights, offset=1.0)
-        self.output = Linear({"o_proj": config.hidden_size}, attention.heads * attention.head_dim, weights, bias=bias)
+        width = heads.query.times(attention.head_dim)
+        self.output = SummedLinear("o_proj", config.hidden_size, width, weights, bias=bias)
 
     def slots(self) -> Iterator[Slot]:
         """Weights by checkpoint name."""
@@ -178,8 +181,8 @@ class GatedDeltaNet:
         self._prefix = prefix
         self._recurrence = recurrence
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, context.weights)
-        width = config.linear_num_value_heads * config.linear_value_head_dim
-        self.output = Linear({"out_proj": config.hidden_size}, width, context.weights)
+        width = recurrence.value_heads.times(config.linear_value_head_dim)
+        self.output = SummedLinear("out_proj", config.hidden_size, width, context.weights)
 
     def slots(self) -> Iterator[Slot]:
         """Weights by checkpoint name."""
@@ -243,7 +246,7 @@ class LastKeys:
 
     def __init__(self, prefix: str, attention: Attention, config: PretrainedConfig, context: ModelContext) -> None:
         self._prefix = prefix
-        width = attention.kv_heads * attention.head_dim
+        width = _heads(config, context).key_value.times(attention.head_dim)
         self.projection = Linear(
             {"k_proj": width, "v_proj": width}, config.hidden_size, context.weights, bias=config.attention_bias
         )
@@ -358,6 +361,11 @@ class Qwen3Next:
         return self.head(self.norm(hidden))
 
 
+def _heads(config: PretrainedConfig, context: ModelContext) -> Heads:
+    """Those of this rank, in every layer with attention."""
+    return Heads.of(context.weights.ranks, config.num_attention_heads, config.num_key_value_heads)
+
+
 def _cores(config: PretrainedConfig, context: ModelContext) -> list[Attention | DeltaRecurrence]:
     """What each layer has a cache for. Only attention can share."""
     names = {
@@ -366,11 +374,12 @@ def _cores(config: PretrainedConfig, context: ModelContext) -> list[Attention | 
         if kind == FULL
     }
     targets = context.sharing.resolve(list(names.values()), declared={})
+    heads = _heads(config, context)
     attentions = {
         index: Attention(
             name,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
+            heads=len(heads.query),
+            kv_heads=len(heads.key_value),
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
             cache_format=context.cache,
@@ -429,5 +438,12 @@ def _feed_forward(config: PretrainedConfig, index: int, context: ModelContext) -
         Experts(config.num_experts, hidden_size, config.moe_intermediate_size, weights),
         SoftmaxRouter(config.num_experts_per_tok, renormalize=config.norm_topk_prob),
         weights,
-        shared=SharedExpert("shared_expert", hidden_size, config.shared_expert_intermediate_size, weights, gated=True),
+        shared=SharedExpert(
+            "shared_expert",
+            hidden_size,
+            config.shared_expert_intermediate_size,
+            weights,
+            gated=True,
+            field="shared_expert_intermediate_size",
+        ),
     )

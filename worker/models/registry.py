@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from kernels.table import attention_backend
+from worker.kv_cache.sharing import ModelDeclared
+from worker.layers.cache_format import CacheFormat
+from worker.layers.weights import WeightFormat
 from worker.models.config_checks import MAX_SIZE, UnsupportedModel, check_plain_decoder
 from worker.models.deepseek_v2 import DeepseekV2, check_deepseek_v2
 from worker.models.deepseek_v3 import PREDICTION_LAYERS, DeepseekV3, check_deepseek_v3
@@ -38,6 +43,7 @@ from worker.models.qwen2 import Qwen2
 from worker.models.qwen3 import Qwen3
 from worker.models.qwen3_moe import Qwen3Moe, check_qwen3_moe
 from worker.models.qwen3_next import Qwen3Next, check_qwen3_next
+from worker.ranks.rank_group import CannotSplit, DescribedRank
 
 MAX_LAYERS = 1024
 GEMMA_ENCODERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
@@ -118,14 +124,19 @@ class ModelConfig:
     def build(self, context: ModelContext) -> Model:
         """Build the model, weights allocated but not loaded.
 
-        On the ``meta`` device nothing can go wrong but the configuration: raises ``UnsupportedModel`` for a value whose
-        kind nobody checked.
+        Raises ``UnsupportedModel`` for ranks that cannot share it. On the ``meta`` device nothing else can go wrong but
+        the configuration: raises it for a value whose kind nobody checked.
         """
-        if context.weights.device.type != "meta":
-            return self.architecture.model(self.config, context)
         try:
             return self.architecture.model(self.config, context)
+        except CannotSplit as error:
+            counts = ", ".join(map(str, valid_rank_counts(self)))
+            raise UnsupportedModel(
+                f"--tensor-parallel-size {context.weights.ranks.size}: {error}; possible for this model: {counts}"
+            ) from error
         except (TypeError, ArithmeticError, RuntimeError, MemoryError) as error:
+            if context.weights.device.type != "meta":
+                raise
             raise UnsupportedModel(f"no {self.name} can be built from this config.json: {error}") from error
 
     @property
@@ -153,6 +164,27 @@ class ModelConfig:
         if wanted is not None and wanted < 2:
             raise UnsupportedModel(f"--max-model-len {wanted} leaves no room for a prompt and an answer")
         return wanted or self.longest_context
+
+
+def valid_rank_counts(config: ModelConfig, upto: int = 16) -> tuple[int, ...]:
+    """What ``--tensor-parallel-size`` can be, of 1 to ``upto``: the numbers of ranks that can share the model."""
+    return tuple(size for size in range(1, upto + 1) if _can_be_split(config, size))
+
+
+def _can_be_split(config: ModelConfig, size: int) -> bool:
+    meta = torch.device("meta")
+    context = ModelContext(
+        weights=WeightFormat(torch.bfloat16, meta, DescribedRank(0, size)),
+        cache=CacheFormat(16, torch.bfloat16),
+        backend=attention_backend(meta),
+        sharing=ModelDeclared(),
+        max_model_len=2,
+    )
+    try:
+        config.architecture.model(config.config, context)
+    except CannotSplit:
+        return False
+    return True
 
 
 def parse_config(content: Mapping[str, object]) -> ModelConfig:

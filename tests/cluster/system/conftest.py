@@ -20,9 +20,10 @@ STATES = ("running", "waiting", "receiving")
 
 @dataclass(frozen=True)
 class Serving:
-    """A running cluster and what tests ask of it."""
+    """A running cluster, how it was configured at first, and what tests ask of it."""
 
     cluster: RunningCluster
+    config: ClusterConfig
 
     @property
     def base_url(self) -> str:
@@ -74,7 +75,7 @@ def serving(tiny_model: Path) -> Iterator[Serving]:
         max_batched_tokens=256,
     )
     with running_cluster(config, print) as cluster:
-        yield Serving(cluster)
+        yield Serving(cluster, config)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from worker.kv_cache.specs import (
     LastTokens,
     RecurrentStateSpec,
     SparseMLASpec,
+    StateRegion,
 )
 from worker.kv_cache.transfer_layout import transfer_layout
 
@@ -47,7 +48,7 @@ def test_sinks_and_states_and_index_keys() -> None:
         Section(Lifetime.EVERY_TOKEN, 0, 0, (OwnerLayer("layers.0", 1, (40 + 32) * 2, 0),)),
         Section(Lifetime.FIRST_TOKENS, 0, 3, sliding),
         Section(Lifetime.LAST_TOKENS, 8, 3, sliding),
-        Section(Lifetime.STATE, 0, 0, (OwnerLayer("layers.2", 0, 20, 0),)),
+        Section(Lifetime.STATE, 0, 0, (OwnerLayer("layers.2", 5, 20, 0),)),
     )
     assert places[1] == places[2]
     assert layout.kv_dtype == "float32"
@@ -67,6 +68,9 @@ def test_every_owner_moves_all_that_it_stores(planned: tuple[list[StatedLayer], 
             assert section.lifetime is kind[type(spec.retention)]
             # A block of one token holds exactly what moves of a token; a state moves whole.
             assert owner.bytes_per_slot == spec.with_block_size(1).page_size_bytes
+            # As many ranks can share it as divide what each of its tensors has of heads.
+            counts = [r.shape[0] if isinstance(r, StateRegion) else r.kv_heads for r in spec.regions]
+            assert owner.kv_heads == max(n for n in range(1, 20) if all(count % n == 0 for count in counts))
             assert owner.sharers == sum(layer.kv_sharing_target_layer_name == place.name for layer in layers)
 
 

@@ -1,0 +1,147 @@
+"""A decode engine's transfers as its leading rank sees them: which prefill replica each comes from, which ranks wait.
+
+One per decode engine, used on its thread only. A transfer begins when the scheduler has admitted a sequence for it, and
+ends complete on every rank, failed on the first, or cancelled with its request.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from kv_transfer.frame import EndFrame
+from kv_transfer.layout import Lifetime, SlotRange
+from kv_transfer.plan import lacking
+from worker.incoming_transfers import RankReceived
+from worker.model_runner import ModelRunner
+from worker.prefill_connector import OpenTransfer, Outcome, PrefillConnector
+from worker.ranks.commands import CloseIncoming, OpenIncoming
+from worker.ranks.team import RankTeam
+from worker.scheduler import PrefillCredit
+from worker.sequence import Epoch, RequestId, Sequence
+
+log = logging.getLogger(__name__)
+
+LATENESS = 5.0
+"""Seconds after its deadline by which a stream must have ended."""
+
+
+@dataclass(slots=True)
+class _Running:
+    sequence: Sequence
+    opened: OpenTransfer
+    ranges: tuple[SlotRange, ...]
+    started: float
+    waiting: set[int]
+    received_bytes: int = 0
+    end: EndFrame | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A transfer that is over: complete if there is an ``end``. ``started`` is in the engine's clock, seconds."""
+
+    sequence: Sequence
+    incarnation: str
+    ranges: tuple[SlotRange, ...]
+    started: float
+    received_bytes: int
+    end: EndFrame | None
+    busy: bool
+
+
+class Transfers:
+    """See the module."""
+
+    def __init__(self, runner: ModelRunner, team: RankTeam, connector: PrefillConnector) -> None:
+        self._runner = runner
+        self._team = team
+        self._connector = connector
+        self._running: dict[Epoch, _Running] = {}
+
+    @property
+    def peers(self) -> int:
+        """Prefill replicas that can be used."""
+        return self._connector.peers
+
+    @property
+    def last_error(self) -> str:
+        """Why a prefill replica that exists cannot be used, if one cannot."""
+        return self._connector.last_error
+
+    def credit(self, now: float) -> PrefillCredit:
+        """What the prefill side offers."""
+        return self._connector.credit(now)
+
+    def start(self, sequence: Sequence, now: float) -> bool:
+        """Ask for a receiving sequence's KV; False when no prefill replica can take it after all."""
+        opened = self._connector.open(sequence, now)
+        if opened is None:
+            return False
+        layout = self._runner.layout
+        # Sinks are never held before.
+        held = [
+            0
+            if section.lifetime is Lifetime.FIRST_TOKENS
+            else sequence.tables[self._runner.group_of_section(index)].lacking_from
+            for index, section in enumerate(layout.sections)
+        ]
+        ranges = lacking(layout, len(sequence.tokens), held)
+        self._running[sequence.epoch] = _Running(sequence, opened, ranges, now, set(range(self._team.size)))
+        self._team.apply(
+            OpenIncoming(
+                request_id=sequence.request_id,
+                epoch=sequence.epoch,
+                incarnation=opened.incarnation,
+                lacking=ranges,
+                tables=tuple(table.array() for table in sequence.tables),
+                seconds=opened.deadline - now,
+                token_ids=tuple(sequence.tokens[:-1]),
+                cache_salt=sequence.salt,
+            )
+        )
+        return True
+
+    def received(self, event: RankReceived, now: float) -> Ended | None:
+        """A rank is done with a transfer; returns it when it is over, complete or not."""
+        running = self._running.get(Epoch(event.epoch))
+        if running is None or event.rank not in running.waiting:
+            return None
+        running.waiting.remove(event.rank)
+        running.received_bytes += event.received_bytes
+        if event.end is None:
+            log.warning("transfer of %s failed on rank %d: %s", event.request_id, event.rank, event.error)
+            return self._end(running, Outcome.BUSY if event.busy else Outcome.FAILED, now)
+        if event.rank == 0:
+            running.end = event.end
+        return None if running.waiting else self._end(running, Outcome.COMPLETE, now)
+
+    def overdue(self, now: float) -> list[Ended]:
+        """Transfers of which some rank should have said long ago that it is done: nothing waits for ever."""
+        late = [running for running in self._running.values() if now > running.opened.deadline + LATENESS]
+        for running in late:
+            log.warning("a stream of %s neither went on nor ended", running.sequence.request_id)
+        return [self._end(running, Outcome.FAILED, now) for running in late]
+
+    def cancel(self, name: RequestId, now: float) -> None:
+        """The request is gone; its prefill replicas are told, and late pieces will be dropped."""
+        for running in [running for running in self._running.values() if running.sequence.request_id == name]:
+            self._end(running, Outcome.CANCELLED, now)
+
+    def _end(self, running: _Running, outcome: Outcome, now: float) -> Ended:
+        sequence = running.sequence
+        del self._running[sequence.epoch]
+        if running.waiting or outcome is not Outcome.COMPLETE:
+            self._team.apply(CloseIncoming(sequence.epoch))
+        self._connector.closed(running.opened, outcome, now)
+        return Ended(
+            sequence=sequence,
+            incarnation=running.opened.incarnation,
+            ranges=running.ranges,
+            started=running.started,
+            received_bytes=running.received_bytes,
+            end=running.end if outcome is Outcome.COMPLETE else None,
+            busy=outcome is Outcome.BUSY,
+        )
+
+    def close(self) -> None:
+        """Drop every connection."""
+        self._connector.close()
