@@ -23,7 +23,6 @@ import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -48,7 +47,7 @@ from kv_transfer.transfer import PieceArrived, TransferEvent
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 from worker.heap import keep_freed_memory
-from worker.incoming_transfers import IncomingTransfers, RankReceived
+from worker.incoming_transfers import IncomingTransfers
 from worker.model_runner import ModelRunner
 from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_peers import PrefillPeers
@@ -221,21 +220,18 @@ class Receiver:
         self._peers = PrefillPeers(rank.runner.layout, "decode", self._staging, self._events.put, group=group)
         self._peers.connect(ConnectPeer("prefill", (f"127.0.0.1:{port}",)))
         self._incoming = IncomingTransfers(rank.runner, self._peers, self._staging)
-        self._received: list[RankReceived] = []
-        self._incoming.report_to(self._received.append)
         self._epoch = 0
 
     def receive(self, size: int) -> None:
         """Into the pages."""
         self._incoming.open(self._command(size))
-        while not self._received:
+        while not (ended := self._incoming.take_ended()):
             event = self._events.get(timeout=SECONDS)
             if isinstance(event, PieceArrived):
                 self._incoming.take(event)
             else:
                 self._incoming.end(event)
-        received = self._received.pop()
-        assert received.received_bytes == size, received
+        assert [received.received_bytes for received in ended] == [size], ended
 
     def receive_ready(self, size: int) -> None:
         """Drop what comes."""
@@ -334,8 +330,6 @@ def measure(found: dict[str, Move], used: Callable[[], float], size: int) -> dic
 def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
-    # What gRPC delivers is not writable, and nobody writes it.
-    warnings.filterwarnings("ignore", message="The given buffer is not writable")
     results: list[dict[str, object]] = []
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; GB/s, median of {ROUNDS} (lowest–highest)")
     print("  MiB  way         GB/s                 × raw   target   CPU s/GB")

@@ -65,6 +65,9 @@ class ReplicaActor:
                 log.exception("the replica directory does not answer")
             else:
                 if updating is None or updating.done():
+                    if updating is not None:
+                        # A bug there must end the replica, not leave it without peers.
+                        updating.result()
                     prefill = {r.incarnation: r.kv_addresses for r in live if r.role is Role.PREFILL}
                     # Connecting may take seconds; heartbeats must not wait for it.
                     updating = asyncio.create_task(asyncio.to_thread(self._replica.use_prefill_replicas, prefill))

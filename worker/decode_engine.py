@@ -87,8 +87,9 @@ class DecodeEngine:
                 self._team.incoming.take(event)
             case TransferEnded():
                 self._team.incoming.end(event)
+                self._take_ended(now)
             case RankReceived():
-                self.received(event, now)
+                self._take_received(event, now)
             case Submitted():
                 self._submit(event, now)
             case Aborted():
@@ -118,6 +119,8 @@ class DecodeEngine:
         for sequence in plan.transfers:
             if self._transfers is None or not self._transfers.start(sequence, now):
                 self._scheduler.transfer_refused(sequence)
+        if plan.transfers:
+            self._take_ended(now)
         if plan.rows:
             try:
                 self._compute(plan, now)
@@ -237,7 +240,12 @@ class DecodeEngine:
 
     # Transfers
 
-    def received(self, event: RankReceived, now: float) -> None:
+    def _take_ended(self, now: float) -> None:
+        """Of the leading rank's; others report theirs."""
+        for received in self._team.incoming.take_ended():
+            self._take_received(received, now)
+
+    def _take_received(self, event: RankReceived, now: float) -> None:
         """A rank is done with a transfer."""
         assert self._transfers is not None
         ended = self._transfers.received(event, now)

@@ -5,7 +5,6 @@ complete, failed, or closed with its request; pages are written only between tho
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.frame import EndFrame
@@ -73,16 +72,17 @@ class IncomingTransfers:
         self._runner = runner
         self._peers = peers
         self._staging = staging
-        self._report: Callable[[RankReceived], None] | None = None
         self._rank = rank
         # By epoch: several choices of one request may be received at once, after they were preempted.
         self._live: dict[int, _Incoming] = {}
+        self._ended: list[RankReceived] = []
         self.payload_bytes = 0
         self.stale_pieces = 0
 
-    def report_to(self, report: Callable[[RankReceived], None]) -> None:
-        """Say whom to tell, on the engine's thread, how each transfer ended that was not closed before."""
-        self._report = report
+    def take_ended(self) -> list[RankReceived]:
+        """How transfers have ended, since this was last asked, that were not closed before."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def open(self, command: OpenIncoming) -> None:
         """Ask the prefill replica's ranks for what this one lacks."""
@@ -142,8 +142,7 @@ class IncomingTransfers:
                 source.transfer.cancel()
         # The lowest rank's is the request's own stream, where there is one.
         ends = [incoming.sources[sender].end for sender in sorted(incoming.sources)]
-        assert self._report is not None
-        self._report(
+        self._ended.append(
             RankReceived(
                 rank=self._rank,
                 request_id=incoming.command.request_id,

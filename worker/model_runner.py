@@ -5,6 +5,7 @@ each layer's views. Then it computes steps and copies, packs and unpacks blocks 
 from the engine's thread only, which makes that thread the one writer of the pages.
 """
 
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,9 @@ from worker.models.registry import parse_config
 from worker.ranks.commands import SequenceRows
 from worker.ranks.rank_group import SOLO, RankGroup
 from worker.weight_loader import load_weights
+
+# What gRPC delivers is not writable, and nobody writes it.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
 class DoesNotFit(ValueError):
@@ -69,7 +73,7 @@ class ModelRunner:
         self.max_model_len = self._fitting_context(config, longest)
         self.model = model_config.build(replace(context, max_model_len=self.max_model_len))
         self._layers = self.model.cached_layers
-        self._stored: Stored = nobody_asks
+        self._listener = _Listener()
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
         # The complete, unshared model knows every tensor that a checkpoint may hold.
         whole = model_config.build(replace(described, sharing=NoSharing(), headless=False))
@@ -78,7 +82,7 @@ class ModelRunner:
         self.buffers = allocate_kv_cache_tensors(self.cache, self.num_blocks, self.device, fill)
         self.kv_caches = reshape_kv_cache_tensors(self.buffers, self.cache, self._layers, self.num_blocks)
         for layer in self._layers:
-            layer.bind(self.kv_caches[layer.name], self._tell_stored)
+            layer.bind(self.kv_caches[layer.name], self._listener)
         _, self._places = transfer_layout(self.cache, self._layers, dtype, "")
         # Peers may be split over other numbers of ranks, so what they agree on is about whole layers.
         unsplit = replace(described, weights=replace(described.weights, ranks=SOLO))
@@ -109,14 +113,11 @@ class ModelRunner:
         None if none were wanted, or on a rank that does not lead. ``stored`` is told of every owner, while later layers
         are still to be computed.
         """
-        self._stored = stored
+        self._listener.stored = stored
         try:
             return self.model.forward(self._inputs(scheduled))
         finally:
-            self._stored = nobody_asks
-
-    def _tell_stored(self, layer: LayerName) -> None:
-        self._stored(layer)
+            self._listener.stored = nobody_asks
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Zero whole blocks: bytes that one kind of layer left need not be numbers to another."""
@@ -243,6 +244,16 @@ class ModelRunner:
                 f"blocks, less than --max-model-len {config.max_model_len or 2}; raise the former or lower the latter"
             )
         return held
+
+
+class _Listener:
+    """What layers tell that they have stored; it knows no runner, so that no circle keeps memory after its end."""
+
+    def __init__(self) -> None:
+        self.stored: Stored = nobody_asks
+
+    def __call__(self, layer: LayerName) -> None:
+        self.stored(layer)
 
 
 @dataclass(frozen=True, slots=True)

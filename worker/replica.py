@@ -5,7 +5,6 @@ Ray: tests make it in plain processes.
 """
 
 import logging
-import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -135,9 +134,7 @@ class Replica:
         incoming = IncomingTransfers(runner, peers, staging)
         team = RankTeam(Rank(runner, incoming=incoming), self._followers, peers)
         self._connector = PrefillConnector(team, selector, config.transfer_timeout)
-        engine = DecodeEngine(config, runner, team, incarnation, self._connector)
-        incoming.report_to(lambda received: engine.received(received, time.monotonic()))
-        return engine
+        return DecodeEngine(config, runner, team, incarnation, self._connector)
 
     def use_prefill_replicas(self, replicas: Mapping[str, tuple[str, ...]]) -> None:
         """Tell a decode replica which prefill replicas exist: incarnation to KV addresses. Blocks while connecting."""

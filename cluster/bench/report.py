@@ -128,7 +128,9 @@ class TransferReport:
             table.add_column(heading, justify="left" if title == "sharing" else "right", overflow="fold")
         for row in zip(*varying.values(), strict=True):
             table.add_row(*row)
-        above = f"KV transfer by deployment: bytes of {self.runs[0].requests:,} requests, medians of times"
+        count = self.runs[0].requests
+        requests = "1 request" if count == 1 else f"{count:,} requests"
+        above = f"KV transfer by deployment: bytes of {requests}, medians of times"
         below = "In every row: " + ", ".join(f"{title} {value}" for title, value in same.items())
         return Group(Text(above, style="italic"), table, *([Text(below, style="italic")] if same else []))
 

@@ -107,9 +107,14 @@ class Receiver:
         self.peers = Peers(layout, pairs)
         self.passing = {pair.sender: pair_layout(layout, pair) for pair in pairs}
         self.staging = StagingBudget(1 << 20)
-        self.reports: list[RankReceived] = []
+        self._reports: list[RankReceived] = []
         self.transfers = IncomingTransfers(self.runner, self.peers, self.staging, rank)  # type: ignore[arg-type]
-        self.transfers.report_to(self.reports.append)
+
+    @property
+    def reports(self) -> list[RankReceived]:
+        """How everything has ended so far."""
+        self._reports += self.transfers.take_ended()
+        return self._reports
 
     def start(
         self, epoch: int, *tables: Sequences[int], lacking: tuple[SlotRange, ...] = LACKING

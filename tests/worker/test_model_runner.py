@@ -1,5 +1,7 @@
 """What a model runner does with blocks as bytes: packs them for a transfer, unpacks them, copies and clears them."""
 
+import gc
+import weakref
 from collections.abc import Collection
 from collections.abc import Sequence as ListOf
 from pathlib import Path
@@ -14,10 +16,11 @@ from kv_transfer.rank_pair import ONLY_PAIR, RankPair, pair_layout, replica_lowe
 from tests.model_harness import ModelHarness
 from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.tiny_families import FAMILIES
-from worker.config import Role
+from worker.config import EngineConfig, Role
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.specs import LastState
+from worker.model_runner import ModelRunner
 from worker.ranks.rank_group import DescribedRank
 from worker.sequence import Sequence
 
@@ -162,3 +165,18 @@ def test_whole_blocks_are_copied_and_cleared_whoever_uses_them(tmp_path_factory:
         before[3] = before[0] = before[1]
         before[2] = 0
         assert torch.equal(page, before)
+
+
+def test_a_runner_that_nobody_has_any_more_leaves_no_memory_behind(tmp_path: Path) -> None:
+    """Processes carry one replica after another; what is in a circle waits for the garbage collector."""
+    directory = FAMILIES["qwen3_next"].write(tmp_path / "model")
+    config = EngineConfig(str(directory), Role.PREFILL, dtype="float32", kv_cache_memory=1 << 22)
+    gc.collect()
+    gc.disable()
+    try:
+        runner = ModelRunner(config)
+        model = weakref.ref(runner.model)
+        del runner
+        assert model() is None
+    finally:
+        gc.enable()

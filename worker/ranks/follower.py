@@ -102,7 +102,6 @@ class Follower:
             )
             threading.Thread(target=self._follow_peers, args=(peers,), name="connections", daemon=True).start()
             incoming = IncomingTransfers(runner, peers, staging, rank)
-            incoming.report_to(self._report_received)
         self._rank = Rank(runner, outgoing, incoming)
         hello = wire.Hello(
             rank=rank,
@@ -147,6 +146,8 @@ class Follower:
                     self._connections.put(event)
                 case _:
                     self._rank.apply(event)
+        for received in self._rank.incoming.take_ended() if self._rank.incoming is not None else ():
+            self._report_received(received)
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._report_totals()
         return True
