@@ -46,7 +46,7 @@ test: lint check-proto
 test-deployed: $(DEV)
 	$(PY) -m pytest tests/k8s/deployed
 
-# A Ray cluster of two nodes in namespaces. Minutes.
+# A Ray cluster of two nodes in namespaces. About ten minutes on two cores; needs root.
 test-scale-out: $(DEV)
 	$(PY) -m pytest tests/scale_out
 

@@ -12,6 +12,8 @@ import ray
 from worker.replica_record import ReplicaRecord
 
 NAME = "crosskv-directory"
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""Ray's resource of its head: what is there is not lost with any other node, and without the head nothing works."""
 HEARTBEAT_SECONDS = 0.5
 EXPIRY_SECONDS = 5.0
 """Long enough for a busy machine to be late; a replica that died is noticed by its broken connections at once."""
@@ -92,7 +94,7 @@ def directory_actor(namespace: str) -> "ray.actor.ActorHandle":
     """The directory of one application, made if there is none."""
     return (
         ray.remote(Directory)
-        .options(name=NAME, namespace=namespace, get_if_exists=True, lifetime="detached", num_cpus=0)
+        .options(name=NAME, namespace=namespace, get_if_exists=True, lifetime="detached", num_cpus=0, resources=ON_HEAD)
         .remote()
     )
 

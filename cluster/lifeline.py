@@ -9,8 +9,9 @@ import threading
 
 import ray
 from ray import serve
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.directory import stop_directory
+from cluster.directory import ON_HEAD, stop_directory
 from cluster.errors import CrosskvError
 
 _NAME = "crosskv-lifeline"
@@ -53,14 +54,16 @@ class Lifeline:
         try:
             self._watcher = (
                 ray.remote(Watcher)
-                .options(name=_NAME, namespace=application, lifetime="detached", num_cpus=0)
+                .options(name=_NAME, namespace=application, lifetime="detached", num_cpus=0, resources=ON_HEAD)
                 .remote(application)
             )
         except ValueError:
             raise AlreadyServed(
                 "another command serves on this Ray cluster, or is being stopped; stop it first, or use another cluster"
             ) from None
-        self._holder = ray.remote(Holder).options(num_cpus=0).remote()
+        # Elsewhere it would end with a node that nothing here depends on.
+        beside = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._holder = ray.remote(Holder).options(num_cpus=0, scheduling_strategy=beside).remote()
         ray.get(self._watcher.watch.remote(self._holder))
 
     def let_go(self) -> None:
