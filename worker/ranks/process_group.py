@@ -12,6 +12,8 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
 
+MEET_SECONDS = 300.0
+"""Others may still wait for a machine, or import what they need."""
 COLLECTIVE_SECONDS = 60.0
 """Ranks compute the same step at the same time; one that is so far behind hangs."""
 
@@ -56,7 +58,7 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> Any:
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._threads = 1
-    options._timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    options._timeout = timedelta(seconds=MEET_SECONDS)
     options._devices = [gloo.create_device(hostname=host)]
     return gloo(store, rank, size, options)
 

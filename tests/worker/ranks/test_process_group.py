@@ -159,6 +159,7 @@ def test_a_rank_that_is_alone_has_nothing_to_put_together() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "COLLECTIVE_SECONDS", 1.0)
+    monkeypatch.setattr(process_group, "MEET_SECONDS", 1.0)
 
 
 def collectives() -> list[Callable[[TorchRankGroup], object]]:
