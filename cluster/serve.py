@@ -25,11 +25,11 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
         with interruptible(steps) as step, running_cluster(config, step) as cluster:
             steps.done()
             summary = cluster.summary
+            limit = min(config.max_model_len or summary.longest_context, summary.longest_request)
             console.print(
                 f"\n[bold]{escape(summary.model)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
-                f" ({config.mode.value}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
-                f" {summary.dtype},"
-                f" {summary.num_blocks:,} blocks per replica)\n"
+                f" ({_replicas(config)}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
+                f" {summary.dtype}, up to {limit:,} tokens per request)\n"
                 f"  crosskv chat --base-url {cluster.base_url}\n"
                 f"  crosskv status --base-url {cluster.base_url}\n"
                 "Ctrl-C stops it.\n"
@@ -40,3 +40,13 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
                     cluster.require_alive()
             except KeyboardInterrupt:
                 steps("stopping")
+
+
+def _replicas(config: ClusterConfig) -> str:
+    """How many there are of which role, and over how many ranks each is split."""
+    parts = []
+    for role, count in config.replicas.items():
+        ranks = config.ranks_of(role)
+        parts.append(f"{count} {role.value}" + (f" of {ranks} ranks" if ranks > 1 else ""))
+    transport = f", KV over {config.transport.value}" if len(parts) > 1 else ""
+    return " + ".join(parts) + transport

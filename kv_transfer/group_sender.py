@@ -136,7 +136,7 @@ class GroupSender:
         if store is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"no group {request.generation} is being made")
         try:
-            return answer(store, request)
+            return answer(store, request, context.is_active)
         except RuntimeError as error:
             context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
 

@@ -1,5 +1,6 @@
 """A process group's rendezvous store in another process, reached over the gRPC connection that is there anyway."""
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -10,6 +11,7 @@ from kv_transfer.pair_group import RENDEZVOUS_SECONDS
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 _SPARE_SECONDS = 2.0
+_LOOK_SECONDS = 0.01
 
 
 class GroupStore(Store):
@@ -60,10 +62,20 @@ class GroupStore(Store):
             raise RuntimeError(f"rendezvous at {request.key}: {error}") from error
 
 
-def answer(store: Store, request: wire.StoreRequest) -> bytes:
-    """The other process's part. Raises ``RuntimeError`` for a key that does not get a value in time."""
+def answer(store: Store, request: wire.StoreRequest, asked: Callable[[], bool]) -> bytes:
+    """The other process's part, for as long as ``asked`` says that somebody still waits.
+
+    Raises ``RuntimeError`` for a key that does not get a value in time, and for a request that asks for nothing.
+    """
     if request.WhichOneof("operation") == "set":
         store.set(request.key, request.set)  # type: ignore[arg-type]
         return b""
-    store.wait([request.key], timedelta(milliseconds=request.get))
+    if not request.get:
+        # To a store it would mean for ever.
+        raise RuntimeError(f"a request for {request.key} that is neither a value nor a time to wait")
+    deadline = time.monotonic() + request.get / 1e3
+    while not store.check([request.key]):
+        if time.monotonic() > deadline or not asked():
+            raise RuntimeError(f"{request.key} has got no value within {request.get} ms")
+        time.sleep(_LOOK_SECONDS)
     return bytes(store.get(request.key))

@@ -21,7 +21,7 @@ class RankPair:
     receivers: int
 
 
-MAX_RANKS = 1024
+MAX_RANKS = 64
 """More than any replica has; a peer says how many it is."""
 
 ONLY_PAIR = RankPair(0, 1, 0, 1)

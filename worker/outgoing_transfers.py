@@ -22,6 +22,7 @@ from worker.kv_cache.specs import LayerName
 from worker.model_runner import ModelRunner
 from worker.ranks.commands import CloseOutgoing, OpenOutgoing, SendComputed, SequenceRows, Summary
 
+_REPLACED = (grpc.StatusCode.ABORTED, "another stream of the same rank has taken its place")
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -63,6 +64,8 @@ class _Branch:
 
     def attach(self, stream: OutgoingStream) -> None:
         """Queue on this stream from now on, and what came before as well."""
+        if self.stream is not None:
+            self.stream.fail(*_REPLACED)
         self.stream = stream
         for frame in self.early:
             stream.put(frame)
@@ -101,8 +104,12 @@ class OutgoingTransfers:
 
     def attach(self, arrived: RankStream) -> None:
         """A decode rank's stream is there, before or after its transfer."""
+        self._forget_dead()
         outgoing = self._open.get(arrived.name)
         if outgoing is None:
+            earlier = self._unclaimed.pop((arrived.name, arrived.receiver), None)
+            if earlier is not None:
+                earlier.fail(*_REPLACED)
             self._unclaimed[arrived.name, arrived.receiver] = arrived.stream
             return
         for branch in outgoing.branches:
@@ -164,11 +171,12 @@ class OutgoingTransfers:
                 branch.stream.fail(_STATUS[command.code], command.message)
 
     def backlogged(self, limit: int) -> frozenset[TransferName]:
-        """Transfers of which a decode rank has more than ``limit`` bytes to take."""
+        """Transfers of which a decode rank has more than ``limit`` bytes to take, or all that never came together."""
         return frozenset(
             name
             for name, outgoing in self._open.items()
             if any(branch.queued_bytes > limit for branch in outgoing.branches)
+            or sum(branch.early_bytes for branch in outgoing.branches) > limit
         )
 
     def _send(

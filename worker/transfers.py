@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 LATENESS = 5.0
 """Seconds after its deadline by which a stream must have ended."""
+DEADLINE_GRACE = 0.1
+"""Clocks of streams are a little ahead of the engine's."""
 
 
 @dataclass(slots=True)
@@ -109,6 +111,9 @@ class Transfers:
         running.received_bytes += event.received_bytes
         if event.end is None:
             log.warning("transfer of %s failed on rank %d: %s", event.request_id, event.rank, event.error)
+            if running.sequence.deadline <= now + DEADLINE_GRACE:
+                # The stream had no longer than its request, which says nothing about the peer.
+                return self._end(running, Outcome.CANCELLED, now)
             return self._end(running, Outcome.BUSY if event.busy else Outcome.FAILED, now)
         if event.rank == 0:
             running.end = event.end

@@ -431,3 +431,17 @@ def test_every_pair_of_ranks_passes_exactly_what_is_between_them(
             require_forgotten(sender, NAME, next(iter(streams)))
     assert total == replica_lower_bound(sender.runner.layout, wanted, receivers)
     assert (total == 0) == (lower_bound(sender.runner.layout, wanted) == 0)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_stream_whose_place_another_takes_is_ended(opened: bool) -> None:
+    sender = Sender()
+    if opened:
+        sender.open()
+    first = sender.attach(KeptStream())
+    second = sender.attach(KeptStream())
+    if not opened:
+        sender.open()
+    assert first.failure is not None
+    assert first.failure.code is grpc.StatusCode.ABORTED
+    assert second.failure is None

@@ -400,3 +400,17 @@ class TransfersMachine(RuleBasedStateMachine):
 
 TestTransfers = TransfersMachine.TestCase
 TestTransfers.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize(("deadline", "streams"), [(NOW + 400.0, 0), (NOW + 1.0, STREAMS)])
+def test_a_stream_that_ends_with_its_requests_deadline_says_nothing_about_its_peer(
+    deadline: float, streams: int
+) -> None:
+    leader = Leader()
+    leader.start(deadline=deadline)
+    leader.now = NOW + 1.0
+    ended = leader.report(0, error="DEADLINE_EXCEEDED")
+    assert ended is not None
+    assert ended.end is None
+    # A peer that failed is left alone for a while.
+    assert leader.streams() == streams

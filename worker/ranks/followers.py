@@ -220,7 +220,7 @@ class Followers:
 
     def _store(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            return answer(self.store, kv_wire.StoreRequest.FromString(message))
+            return answer(self.store, kv_wire.StoreRequest.FromString(message), context.is_active)
         except DecodeError:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a StoreRequest")
         except RuntimeError as error:

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from kv_transfer.group_store import GroupStore
+from kv_transfer.wire.kv_transfer_pb2 import StoreRequest
 from worker.ranks import process_group
 from worker.ranks.followers import STORE_METHOD, Followers
 from worker.ranks.process_group import RankLost, TorchRankGroup
@@ -226,3 +227,21 @@ def test_a_leader_that_never_comes_is_not_waited_for_for_ever(impatient: None) -
         meeting = pool.submit(partial(meet, lambda rank: store, 1, 2))
         with pytest.raises(RankLost, match="rank 1 of 2 has not met the others"):
             meeting.result(SECONDS)
+
+
+def test_who_asks_for_nothing_or_has_gone_holds_no_thread_of_the_leader() -> None:
+    followers = Followers("decode-1", 2, "127.0.0.1")
+    try:
+        with grpc.insecure_channel(followers.address) as channel:
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(STORE_METHOD)
+            with pytest.raises(grpc.RpcError, match="neither a value nor a time to wait"):
+                call(StoreRequest(key="nothing").SerializeToString(), timeout=SECONDS)
+            # More than there are threads, for longer than anybody lives.
+            for number in range(20):
+                request = StoreRequest(key=f"key-{number}", get=(1 << 32) - 1)
+                with pytest.raises(grpc.RpcError):
+                    call(request.SerializeToString(), timeout=0.05)
+            call(StoreRequest(key="a", set=b"1").SerializeToString(), timeout=SECONDS)
+            assert call(StoreRequest(key="a", get=1000).SerializeToString(), timeout=SECONDS) == b"1"
+    finally:
+        followers.stop()
