@@ -50,7 +50,7 @@ test-deployed: $(DEV)
 test-scale-out: $(DEV)
 	$(PY) -m pytest tests/scale_out
 
-# Every pair of tensor-parallel sizes over both transports. About half an hour on two cores.
+# Every pair of tensor-parallel sizes over both transports: more than a hundred pairs of replicas.
 test-tensor-parallel: $(DEV)
 	CROSSKV_EVERY_PAIR=1 $(PY) -m pytest tests/peers/test_tensor_parallel.py tests/peers/test_smollm2.py \
 	  tests/cluster/system/test_tensor_parallel.py -k "not float64"

@@ -120,12 +120,6 @@ def peers_of_receiver(layout: CacheLayout, receiver: int, receivers: int, sender
     return tuple(pair.sender for pair in pairs if pair_layout(layout, pair).sections)
 
 
-def peers_of_sender(layout: CacheLayout, sender: int, senders: int, receivers: int) -> tuple[int, ...]:
-    """The decode ranks to which a prefill rank sends anything."""
-    pairs = (RankPair(sender, senders, receiver, receivers) for receiver in range(receivers))
-    return tuple(pair.receiver for pair in pairs if pair_layout(layout, pair).sections)
-
-
 def replica_lower_bound(layout: CacheLayout, lacking: Sequence[SlotRange], receivers: int) -> int:
     """The fewest payload bytes for a decode replica: every rank needs each slot of every head that it holds once."""
     return sum(
