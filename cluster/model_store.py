@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kernels.cache_directory import cache_directory
 from worker.checkpoint.checkpoint_error import CheckpointError
 from worker.checkpoint.gguf_config import hugging_face_config
 from worker.checkpoint.gguf_file import GgufFile
@@ -82,15 +83,6 @@ def resolve_model(model: str, cache: Path | None = None) -> ModelFiles:
         f"there is no model {model!r}: it is not {SMOLLM2!r}, there is no such directory or .gguf file (looked in "
         f"{Path.cwd()}), and it is not a hub id of the form org/name"
     )
-
-
-def cache_directory() -> Path:
-    """``$CROSSKV_CACHE``, else ``$XDG_CACHE_HOME/crosskv``, else ``~/.cache/crosskv``."""
-    if own := os.environ.get("CROSSKV_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "crosskv"
-    return Path.home() / ".cache" / "crosskv"
 
 
 def fetch_smollm2(progress: Progress | None = None, cache: Path | None = None) -> Path:

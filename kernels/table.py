@@ -1,23 +1,39 @@
 """Which kernel runs where: the only place that looks at the device.
 
-A CUDA device has Triton's kernels if Triton is installed and the device is new enough; every device has the plain
-PyTorch ones. Triton is imported when a CUDA device is first asked for, never before.
+A CUDA device has Triton's kernels if Triton is installed and the device is new enough; a CPU has the compiled ones if
+the machine has a compiler; every device has the plain PyTorch ones. Triton is imported when a CUDA device is first
+asked for, never before, and nothing is compiled before a CPU is.
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from kernels import pages
 from kernels import pointwise as plain_pointwise
 from kernels.attention.gather import GatherAttention
 from kernels.attention.segments import AttentionBackend
+from kernels.mkldnn_matrix import MkldnnMatrix
+from kernels.native.library import TYPES, NoCompiledKernels, library
 from kernels.pages import IntArray
+
+log = logging.getLogger(__name__)
 
 OLDEST_ARCHITECTURE = 8, 0
 """The first compute capability whose matrix units take bfloat16."""
+
+
+class Matrix(Protocol):
+    """A matrix to multiply with, and a bias to add."""
+
+    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``, of the weight's dtype."""
+        ...
 
 
 class TokenCopies(Protocol):
@@ -72,8 +88,36 @@ def has_triton_kernels(device: torch.device) -> bool:
     )
 
 
-def attention_backend(device: torch.device) -> AttentionBackend:
-    """Attention for ``device``."""
+@functools.cache
+def has_compiled_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the compiled kernels serve tensors of ``dtype`` on ``device``; says why not, once."""
+    if device.type != "cpu" or dtype not in TYPES:
+        return False
+    try:
+        library()
+    except NoCompiledKernels as error:
+        log.warning("slower without compiled kernels: %s", error)
+        return False
+    return True
+
+
+def matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    """``weight`` ``[outputs, inputs]`` and ``bias`` as what multiplies fastest where they are; may copy both."""
+    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return MkldnnMatrix(weight, bias)
+    if has_compiled_kernels(weight.device, weight.dtype):
+        from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
+
+        return PackedMatrix(weight, bias)
+    return functools.partial(F.linear, weight=weight, bias=bias)
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Attention over a cache of ``dtype`` on ``device``."""
+    if has_compiled_kernels(device, dtype):
+        from kernels.native.attention import NativeAttention  # noqa: PLC0415 - see the module
+
+        return NativeAttention(dtype)
     if not has_triton_kernels(device):
         return GatherAttention()
     from kernels.attention.paged import PagedAttention  # noqa: PLC0415 - see the module
@@ -91,8 +135,12 @@ def token_copies(device: torch.device) -> TokenCopies:
     return page_copies
 
 
-def pointwise(device: torch.device) -> Pointwise:
-    """Small operations of a decoder layer on ``device``."""
+def pointwise(device: torch.device, dtype: torch.dtype) -> Pointwise:
+    """Small operations of a decoder layer on tensors of ``dtype`` on ``device``."""
+    if has_compiled_kernels(device, dtype):
+        from kernels.native import pointwise as native_pointwise  # noqa: PLC0415 - see the module
+
+        return native_pointwise
     if not has_triton_kernels(device):
         return plain_pointwise
     from kernels import fused_pointwise  # noqa: PLC0415 - see the module

@@ -15,7 +15,6 @@ import torch
 
 from kernels.attention.segments import Segment
 from kernels.pages import IntArray, gather_tokens, scatter_tokens
-from kernels.table import attention_backend
 from kv_transfer.layout import Piece
 from kv_transfer.rank_pair import HeadRange, PairLayout, heads_of
 from worker.checkpoint.checkpoint import open_checkpoint
@@ -61,7 +60,6 @@ class ModelRunner:
         context = ModelContext(
             weights=WeightFormat(dtype, self.device, group),
             cache=CacheFormat(config.block_size, dtype),
-            backend=attention_backend(self.device),
             sharing=parse_sharing(config.kv_sharing),
             max_model_len=longest,
             headless=config.role is Role.PREFILL,

@@ -22,10 +22,10 @@ from cluster.model_store import (
     SMOLLM2_SHA256,
     ModelFiles,
     ModelNotFound,
-    cache_directory,
     fetch_smollm2,
     resolve_model,
 )
+from kernels.cache_directory import cache_directory
 from tests.tiny_checkpoints import CHAT_TEMPLATE, Architecture, write_tiny, write_tiny_gguf
 from worker.checkpoint.checkpoint_error import CheckpointError
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from worker.layers.matrix import Matrix
 from worker.layers.weights import Slot, TensorPart, WeightFormat
 from worker.ranks.rank_group import split_rows
 from worker.ranks.span import Span
@@ -58,16 +59,16 @@ class LogitsHead:
         self._ranks = weight_format.ranks
         self._rows = embedding.rows
         hidden_size = embedding.weight.shape[1]
-        self.weight = embedding.weight if tied else vocabulary_weight(self._rows, hidden_size, weight_format)
+        self._matrix = Matrix(embedding.weight if tied else vocabulary_weight(self._rows, hidden_size, weight_format))
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes, unless it is tied."""
         if not self._tied:
-            yield vocabulary_slot(name, self.weight, self._rows)
+            yield vocabulary_slot(name, self._matrix.weight, self._rows)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """``[rows, hidden]`` to float32 ``[rows, vocab]`` on rank 0, None elsewhere."""
-        gathered = self._ranks.gather(F.linear(hidden, self.weight))
+        gathered = self._ranks.gather(self._matrix(hidden))
         if gathered is None:
             return None
         logits = gathered[:, : self._rows.whole].float()

@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 
-from kernels.pointwise import silu_and_multiply
 from worker.layers.linear import Linear, SummedLinear
 from worker.layers.weights import Slot, WeightFormat
 from worker.ranks.rank_group import split
@@ -26,7 +25,8 @@ class FeedForward(Protocol):
 class GatedMLP:
     """``down(activation(gate(x)) * up(x))`` with gate and up as one matrix (Shazeer 2020).
 
-    ``intermediate_size``, which the configuration calls ``field``, is split over ranks.
+    ``activate`` is SiLU unless given. ``intermediate_size``, which the configuration calls ``field``, is split over
+    ranks.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class GatedMLP:
         weight_format: WeightFormat,
         *,
         bias: bool = False,
-        activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_multiply,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         field: str = "intermediate_size",
     ) -> None:
         width = split(weight_format.ranks, intermediate_size, field)
-        self._activate = activate
+        self._activate = activate or weight_format.pointwise.silu_and_multiply
         self.gate_up = Linear({"gate_proj": width, "up_proj": width}, hidden_size, weight_format, bias=bias)
         self.down = SummedLinear("down_proj", hidden_size, width, weight_format, bias=bias)
 

@@ -16,6 +16,7 @@ class LearnedRotary:
         frequencies, self._scaling = inverse_frequencies(config, None, config.qk_rope_head_dim, max_positions=1)
         self._frequencies = frequencies.to(weights.device)
         self._dtype = weights.dtype
+        self._pointwise = weights.pointwise
         self.alpha = WeightFormat(torch.float32, weights.device).empty(len(frequencies))
 
     def slots(self, name: str) -> Iterator[Slot]:
@@ -26,4 +27,4 @@ class LearnedRotary:
         """The rotation of each position, int64 ``[rows]``."""
         angles = positions[:, None, None].float() * (self._frequencies * self.alpha.exp())
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype), self._pointwise)

@@ -7,8 +7,8 @@ where it is, the other's is a sum over ranks (Shoeybi et al. 2019, Megatron-LM).
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 
+from worker.layers.matrix import Matrix
 from worker.layers.weights import Slot, TensorPart, WeightFormat
 from worker.ranks.span import Span
 
@@ -26,8 +26,13 @@ class Linear:
         self._parts = {name: Span(0, part, part) if isinstance(part, int) else part for name, part in parts.items()}
         self.widths = {name: len(part) for name, part in self._parts.items()}
         out_features = sum(self.widths.values())
-        self.weight = weight_format.empty(out_features, in_features)
         self.bias = weight_format.empty(out_features) if bias else None
+        self._matrix = Matrix(weight_format.empty(out_features, in_features), self.bias)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[out, in]``, until the first product."""
+        return self._matrix.weight
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """Where ``{prefix}.{part}.weight`` and ``.bias`` go."""
@@ -41,7 +46,7 @@ class Linear:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, in]`` to ``[rows, out]``."""
-        return F.linear(hidden, self.weight, self.bias)
+        return self._matrix(hidden)
 
 
 class SummedLinear:
@@ -53,9 +58,14 @@ class SummedLinear:
         self._name = name
         self._inputs = inputs
         self._ranks = weight_format.ranks
-        self.weight = weight_format.empty(out_features, len(inputs))
         self.bias = weight_format.empty(out_features) if bias else None
-        self._added = self.bias if self._ranks.rank == 0 else None
+        added = self.bias if self._ranks.rank == 0 else None
+        self._matrix = Matrix(weight_format.empty(out_features, len(inputs)), added)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[out, inputs]`` of this rank, until the first product."""
+        return self._matrix.weight
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         """Where ``{prefix}.{name}.weight`` and ``.bias`` go."""
@@ -65,8 +75,8 @@ class SummedLinear:
 
     def partial(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's summand, for a layer that adds to it before it sums."""
-        return F.linear(hidden, self.weight, self._added)
+        return self._matrix(hidden)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, inputs]`` to ``[rows, out]``."""
-        return self._ranks.sum(F.linear(hidden, self.weight, self._added))
+        return self._ranks.sum(self._matrix(hidden))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kernels.experts import routed_experts
-from kernels.pointwise import silu_and_multiply
 from worker.layers.gated_mlp import GatedMLP
 from worker.layers.linear import Linear
 from worker.layers.router import Router
@@ -31,10 +30,10 @@ class Experts:
         intermediate_size: int,
         weight_format: WeightFormat,
         *,
-        activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_multiply,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
         field: str = "moe_intermediate_size",
     ) -> None:
-        self._activate = activate
+        self._activate = activate or weight_format.pointwise.silu_and_multiply
         self._width = split(weight_format.ranks, intermediate_size, field)
         self.gate_up = weight_format.empty(count, 2 * len(self._width), hidden_size)
         self.down = weight_format.empty(count, hidden_size, len(self._width))

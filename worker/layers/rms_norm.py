@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.pointwise import rms_norm
 from worker.layers.weights import Slot, WeightFormat
 
 
@@ -15,6 +14,7 @@ class RMSNorm:
         self.weight = weight_format.empty(size)
         self._epsilon = epsilon
         self._offset = offset
+        self._rms_norm = weight_format.pointwise.rms_norm
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes."""
@@ -22,15 +22,16 @@ class RMSNorm:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Same shape and dtype as ``hidden``."""
-        return rms_norm(hidden, self.weight, self._epsilon, offset=self._offset)
+        return self._rms_norm(hidden, self.weight, self._epsilon, offset=self._offset)
 
 
 class UnscaledRMSNorm:
     """Normalises the last dimension and leaves it at that."""
 
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, weight_format: WeightFormat) -> None:
         self._epsilon = epsilon
+        self._rms_norm = weight_format.pointwise.rms_norm
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Same shape and dtype as ``hidden``."""
-        return rms_norm(hidden, None, self._epsilon)
+        return self._rms_norm(hidden, None, self._epsilon)

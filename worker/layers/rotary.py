@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kernels.pointwise import apply_rotary, apply_rotary_interleaved
+from kernels.table import Pointwise, pointwise
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
@@ -25,18 +25,19 @@ class Rotation:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    kernels: Pointwise
 
     def apply(self, heads: torch.Tensor) -> None:
         """Rotate the first ``rotary_dim`` of ``[rows, heads, head_dim]`` in place."""
-        apply_rotary(heads, self.cos, self.sin)
+        self.kernels.apply_rotary(heads, self.cos, self.sin)
 
     def apply_interleaved(self, heads: torch.Tensor) -> None:
         """The same for heads whose rotary dimensions come in pairs of neighbours."""
-        apply_rotary_interleaved(heads, self.cos, self.sin)
+        self.kernels.apply_rotary_interleaved(heads, self.cos, self.sin)
 
     def select(self, rows: torch.Tensor) -> "Rotation":
         """The rotation of some of the rows, given by index."""
-        return Rotation(self.cos.index_select(0, rows), self.sin.index_select(0, rows))
+        return Rotation(self.cos.index_select(0, rows), self.sin.index_select(0, rows), self.kernels)
 
 
 class RotaryTable:
@@ -56,6 +57,7 @@ class RotaryTable:
         *,
         layer_type: str | None = None,
     ) -> None:
+        self._kernels = pointwise(device, dtype)
         positions = torch.arange(max_positions, dtype=torch.float32)
         frequencies, scaling = inverse_frequencies(config, layer_type, head_dim, max_positions)
         angles = positions[:, None] * frequencies
@@ -64,7 +66,7 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of each position, int64 ``[rows]``."""
-        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions), self._kernels)
 
 
 def rope_parameters(config: PretrainedConfig, layer_type: str | None) -> Mapping[str, Any]:

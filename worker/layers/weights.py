@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.table import Pointwise, pointwise
 from worker.ranks.rank_group import SOLO, RankGroup
 from worker.ranks.span import Span
 
@@ -63,6 +64,11 @@ class WeightFormat:
     dtype: torch.dtype
     device: torch.device
     ranks: RankGroup = SOLO
+
+    @property
+    def pointwise(self) -> Pointwise:
+        """Small operations on what layers with such weights compute."""
+        return pointwise(self.device, self.dtype)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A weight to be loaded. Raises ``ValueError`` for a size that no machine could hold."""

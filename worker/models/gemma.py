@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
-from kernels.pointwise import gelu_and_multiply
 from worker.kv_cache.sharing import Targets, validate_targets
 from worker.kv_cache.specs import LayerName
 from worker.layers.attention import Attention
@@ -140,7 +139,7 @@ class Residual:
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, weights: WeightFormat) -> GatedMLP:
     """The gated MLP of these models."""
-    return GatedMLP(hidden_size, intermediate_size, weights, activate=gelu_and_multiply)
+    return GatedMLP(hidden_size, intermediate_size, weights, activate=weights.pointwise.gelu_and_multiply)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 
-from kernels.pointwise import gelu_and_multiply
 from worker.layers.altup import AltUpCorrection, AltUpMerge, AltUpPrediction, AltUpShape, AltUpSpread
 from worker.layers.gated_mlp import GatedMLP
 from worker.layers.linear import Linear
@@ -218,7 +217,7 @@ class Gemma3n(GemmaDecoder):
 def _activation(sparsity: float, weights: WeightFormat) -> Callable[[torch.Tensor], torch.Tensor]:
     """The MLP's activation; ``sparsity`` is the share of it that becomes 0 if activations are normally distributed."""
     if sparsity == 0.0:
-        return gelu_and_multiply
+        return weights.pointwise.gelu_and_multiply
     deviations = weights.rounded(NormalDist().inv_cdf(sparsity))
     return partial(sparse_gelu_and_multiply, deviations=deviations, ranks=weights.ranks)
 

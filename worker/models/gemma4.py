@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from kernels.pointwise import gelu_and_multiply
 from worker.layers.linear import Linear
 from worker.layers.moe import Experts
 from worker.layers.per_layer_input import PerLayerGate, PerLayerInputs
@@ -96,7 +95,7 @@ class ExpertRouter:
     """Scores experts by a row's direction alone, and weights the chosen ones by a learned scale of each."""
 
     def __init__(self, experts: int, top_k: int, shape: GemmaShape, weights: WeightFormat) -> None:
-        self.norm = UnscaledRMSNorm(shape.norm_epsilon)
+        self.norm = UnscaledRMSNorm(shape.norm_epsilon, weights)
         self.scale = weights.empty(shape.hidden_size)
         self.projection = Linear({"proj": experts}, shape.hidden_size, weights)
         self.expert_scale = weights.empty(experts)
@@ -128,7 +127,11 @@ class DenseAndExperts:
         self.router = ExpertRouter(config.num_experts, config.top_k_experts, shape, weights)
         self.experts_input_norm = shape.norm(weights)
         self.experts = Experts(
-            config.num_experts, shape.hidden_size, config.moe_intermediate_size, weights, activate=gelu_and_multiply
+            config.num_experts,
+            shape.hidden_size,
+            config.moe_intermediate_size,
+            weights,
+            activate=weights.pointwise.gelu_and_multiply,
         )
         self.experts_norm = shape.norm(weights)
 

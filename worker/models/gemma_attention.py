@@ -108,7 +108,7 @@ class KeysAndValues:
         self.projection = Linear(parts, shape.hidden_size, weights, bias=shape.attention_bias)
         self.query_norm = shape.norm(weights, layer.head_dim) if queries else None
         self.key_norm = shape.norm(weights, layer.head_dim) if attention.owns_cache else None
-        self.value_norm = UnscaledRMSNorm(shape.norm_epsilon)
+        self.value_norm = UnscaledRMSNorm(shape.norm_epsilon, weights)
 
     def slots(self) -> Iterator[Slot]:
         """Weights by checkpoint name."""

@@ -151,7 +151,7 @@ class HunyuanLastOwnerKeys(LastOwnerKeys):
 
     def __init__(self, index: int, shape: DecoderShape, attention: Attention, context: ModelContext) -> None:
         super().__init__(index, shape, attention, context)
-        self._unscaled = UnscaledRMSNorm(shape.norm_epsilon)
+        self._unscaled = UnscaledRMSNorm(shape.norm_epsilon, context.weights)
 
     def rotate(self, key: torch.Tensor, rotation: Rotation) -> None:
         """See the base class."""
@@ -168,7 +168,7 @@ class HunyuanLayer(DecoderLayer):
         self, index: int, shape: DecoderShape, attention: Attention, feed_forward: FeedForward, context: ModelContext
     ) -> None:
         super().__init__(index, shape, attention, feed_forward, context)
-        self._unscaled = UnscaledRMSNorm(shape.norm_epsilon)
+        self._unscaled = UnscaledRMSNorm(shape.norm_epsilon, context.weights)
         self._query_layernorm = RMSNorm(shape.head_dim, shape.norm_epsilon, context.weights)
         self._key_scale = context.weights.empty(shape.head_dim)
 

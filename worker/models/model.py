@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from kernels.attention.segments import AttentionBackend
+from kernels.table import attention_backend
 from worker.kv_cache.sharing import SharingRule
 from worker.kv_cache.specs import LayerName
 from worker.layers.cache_format import CacheFormat
@@ -27,10 +28,14 @@ class ModelContext:
 
     weights: WeightFormat
     cache: CacheFormat
-    backend: AttentionBackend
     sharing: SharingRule
     max_model_len: int
     headless: bool = False
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """What attends over the cache."""
+        return attention_backend(self.weights.device, self.cache.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.table import attention_backend
 from worker.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from worker.checkpoint.json_file import read_json_object
 from worker.dtype import DTYPES, SERVED_DTYPES
@@ -82,7 +81,6 @@ def describe(dtype: torch.dtype, kv_sharing: str, block_size: int, tensor_parall
     return ModelContext(
         weights=WeightFormat(dtype, meta, ranks),
         cache=CacheFormat(block_size, dtype),
-        backend=attention_backend(meta),
         sharing=parse_sharing(kv_sharing),
         max_model_len=2,
     )

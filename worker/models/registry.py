@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from kernels.table import attention_backend
 from worker.kv_cache.sharing import ModelDeclared
 from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
@@ -176,7 +175,6 @@ def _can_be_split(config: ModelConfig, size: int) -> bool:
     context = ModelContext(
         weights=WeightFormat(torch.bfloat16, meta, DescribedRank(0, size)),
         cache=CacheFormat(16, torch.bfloat16),
-        backend=attention_backend(meta),
         sharing=ModelDeclared(),
         max_model_len=2,
     )

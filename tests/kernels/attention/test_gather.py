@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kernels.attention import gather
 from kernels.attention.gather import GatherAttention
-from kernels.attention.segments import Segment
+from kernels.attention.segments import AttentionBackend, Segment
+from kernels.native.attention import NativeAttention
 from kernels.pages import PageShape
 
 CPU = torch.device("cpu")
@@ -95,11 +96,17 @@ def make_step(
     return Step(shape, tuple(segments), query, tuple(history), cache, window, sinks)
 
 
-def run(step: Step, scale: float) -> torch.Tensor:
-    attention = GatherAttention()
+def run(step: Step, scale: float, attention: AttentionBackend | None = None) -> torch.Tensor:
+    attention = attention or GatherAttention()
     plan = attention.plan(step.segments, step.shape, step.window, CPU, sinks=step.sinks)
     attention.write(step.cache, step.key_value, plan)
     return attention.attend(step.query, step.cache, plan, scale)
+
+
+each_backend = pytest.mark.parametrize(
+    "backend", [lambda dtype: GatherAttention(), NativeAttention], ids=["gather", "native"]
+)
+Backend = Callable[[torch.dtype], AttentionBackend]
 
 
 def naive(step: Step, scale: float) -> torch.Tensor:
@@ -128,6 +135,7 @@ def lengths(draw: st.DrawFn) -> tuple[int, int]:
     return rows, context
 
 
+@each_backend
 @given(
     steps=st.lists(lengths(), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3),
@@ -139,14 +147,24 @@ def lengths(draw: st.DrawFn) -> tuple[int, int]:
 )
 @settings(max_examples=60)
 def test_equals_softmax_attention_row_by_row(
-    steps: list[tuple[int, int]], kv_heads: int, group: int, block_size: int, parts: int, gap: int, seed: int
+    backend: Backend,
+    steps: list[tuple[int, int]],
+    kv_heads: int,
+    group: int,
+    block_size: int,
+    parts: int,
+    gap: int,
+    seed: int,
 ) -> None:
     shape = page_shape(kv_heads, block_size, head_dim=8, parts=parts, gap=gap)
     step = make_step(steps, shape=shape, heads=kv_heads * group, dtype=torch.float32, seed=seed)
     expected = naive(step, scale=0.3)
-    torch.testing.assert_close(run(step, scale=0.3).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        run(step, scale=0.3, attention=backend(torch.float32)).double(), expected, rtol=1e-5, atol=1e-5
+    )
 
 
+@each_backend
 @given(
     steps=st.lists(lengths(), min_size=1, max_size=6),
     kv_heads=st.integers(1, 2),
@@ -158,12 +176,21 @@ def test_equals_softmax_attention_row_by_row(
 )
 @settings(max_examples=120)
 def test_a_window_sees_the_last_tokens_and_the_sinks_and_reads_no_other_block(
-    steps: list[tuple[int, int]], kv_heads: int, block_size: int, window: int, sinks: int, gap: int, seed: int
+    backend: Backend,
+    steps: list[tuple[int, int]],
+    kv_heads: int,
+    block_size: int,
+    window: int,
+    sinks: int,
+    gap: int,
+    seed: int,
 ) -> None:
     shape = page_shape(kv_heads, block_size, head_dim=4, gap=gap)
     step = make_step(steps, shape=shape, heads=2 * kv_heads, dtype=torch.float32, seed=seed, window=window, sinks=sinks)
     expected = naive(step, scale=0.3)
-    torch.testing.assert_close(run(step, scale=0.3).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        run(step, scale=0.3, attention=backend(torch.float32)).double(), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_struck_block_that_is_read_is_an_error_and_not_some_other_block() -> None:
@@ -176,12 +203,13 @@ def test_a_struck_block_that_is_read_is_an_error_and_not_some_other_block() -> N
         GatherAttention().attend(step.query, step.cache, blind, 0.3)
 
 
-def test_bfloat16_stays_within_its_own_precision() -> None:
+@each_backend
+def test_bfloat16_stays_within_its_own_precision(backend: Backend) -> None:
     shape = page_shape(kv_heads=2, block_size=16, head_dim=32)
     mixed = [(1, 130), (1, 70), (40, 40), (1, 65), (24, 100), (1, 1)]
     step = make_step(mixed, shape=shape, heads=6, dtype=torch.bfloat16, seed=5)
     expected = naive(step, scale=32**-0.5)
-    out = run(step, scale=32**-0.5)
+    out = run(step, scale=32**-0.5, attention=backend(torch.bfloat16))
     assert out.dtype == torch.bfloat16
     # Inputs are exact in both; scores, weights and sums are rounded to 8 bits once each.
     torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-6)

@@ -30,7 +30,7 @@ def attention(
         head_dim=head_dim,
         scale=1.0,
         cache_format=CacheFormat(block_size, dtype),
-        backend=attention_backend(torch.device("cpu")),
+        backend=attention_backend(torch.device("cpu"), torch.float32),
         window=window,
         kv_sharing_target_layer_name=None if shares is None else layer_name(shares),
     )

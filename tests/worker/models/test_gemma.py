@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from kernels.table import attention_backend
 from tests.model_harness import ModelHarness
 from tests.releases import (
     FULL,
@@ -77,7 +76,6 @@ def build(content: Mapping[str, Any], *, headless: bool = False) -> Model:
     context = ModelContext(
         weights=WeightFormat(torch.bfloat16, META),
         cache=CacheFormat(16, torch.bfloat16),
-        backend=attention_backend(META),
         sharing=parse_sharing("model"),
         max_model_len=2,
         headless=headless,

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.table import attention_backend
 from tests.model_harness import ModelHarness
 from tests.peers.hunyuan_large_reference import HunYuanForCausalLM
 from tests.releases import HUNYUAN_A13B, HUNYUAN_LARGE
@@ -25,7 +24,6 @@ def outline(content: dict[str, Any], sharing: SharingRule) -> Model:
     context = ModelContext(
         weights=WeightFormat(torch.bfloat16, meta),
         cache=CacheFormat(16, torch.bfloat16),
-        backend=attention_backend(meta),
         sharing=sharing,
         max_model_len=2,
     )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.table import attention_backend
 from tests.model_harness import ModelHarness
 from tests.releases import HYMBA_1_5B
 from tests.tiny_families import FAMILIES, HYMBA
@@ -28,7 +27,6 @@ def build(sharing: SharingRule | None = None, *, headless: bool = False, config:
     context = ModelContext(
         weights=WeightFormat(torch.bfloat16, meta),
         cache=CacheFormat(16, torch.bfloat16),
-        backend=attention_backend(meta),
         sharing=sharing or ModelDeclared(),
         max_model_len=2,
         headless=headless,

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.table import attention_backend
 from tests.model_harness import ModelHarness
 from tests.releases import QWEN3_NEXT_80B
 from tests.tiny_checkpoints import VOCAB_SIZE
@@ -29,7 +28,6 @@ def build(kv_sharing: str = "model", *, headless: bool = False) -> Model:
     context = ModelContext(
         weights=WeightFormat(torch.bfloat16, torch.device("meta")),
         cache=CacheFormat(16, torch.bfloat16),
-        backend=attention_backend(torch.device("meta")),
         sharing=parse_sharing(kv_sharing),
         max_model_len=2,
         headless=headless,

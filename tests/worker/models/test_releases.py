@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels.table import attention_backend
 from tests.releases import RELEASES
 from worker.kv_cache.sharing import parse_sharing
 from worker.layers.cache_format import CacheFormat
@@ -39,7 +38,6 @@ def build(release: str, *, headless: bool) -> Model:
     context = ModelContext(
         weights=WeightFormat(torch.bfloat16, META),
         cache=CacheFormat(16, torch.bfloat16),
-        backend=attention_backend(META),
         sharing=parse_sharing("model"),
         max_model_len=2,
         headless=headless,

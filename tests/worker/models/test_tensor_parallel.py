@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from kernels.table import attention_backend
 from tests.model_harness import ModelHarness
 from tests.releases import RELEASES
 from tests.tiny_checkpoints import VOCAB_SIZE, write_tiny, write_tiny_gguf
@@ -208,7 +207,6 @@ def described(checkpoint: Path, ranks: RankGroup) -> Model:
     context = ModelContext(
         weights=WeightFormat(torch.float32, META, ranks),
         cache=CacheFormat(16, torch.float32),
-        backend=attention_backend(META),
         sharing=ModelDeclared(),
         max_model_len=2,
     )

@@ -1,0 +1,325 @@
+// Causal attention with grouped queries over a paged cache.
+//
+// One task is a head of keys and values and some query rows of one sequence: of a decode step one row, of a prompt's chunk
+// QUERY_TILE of them. The query heads of a group are rows side by side, so keys and values are read once for all of them.
+// A task walks over its keys in tiles and keeps a running maximum and sum of the softmax (Milakov and Gimelshein 2018;
+// Dao et al. 2022, FlashAttention), so scores are never held for a whole context. Few rows take keys and values where
+// they lie; many rows pay for a copy, keys transposed, and multiply tiles that stay in registers.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+constexpr long QUERY_TILE = 64;
+constexpr long KEY_TILE = 128;
+// From this many rows on, keys and values are copied.
+constexpr long MANY_ROWS = 2 * TILE_ROWS;
+
+// Sizes of a page in elements; see kernels.pages.
+struct Pages {
+    long parts, kv_heads, block_size, head_dim, stride;
+};
+
+// Consecutive query rows of one sequence. Its tokens are numbered in the order of its visible blocks, which begin at
+// first_block of all; row i sees [0, sinks) and [begin + i, end - rows + i + 1), the latter from 0 without a window.
+struct Segment {
+    long first_row, rows, begin, end, sinks, is_windowed, first_block;
+};
+
+struct Problem {
+    Pages pages;
+    const Segment* segments;
+    const int64_t* blocks;
+    long heads;
+    float scale;
+};
+
+// What one thread works with.
+struct Workspace {
+    std::vector<float> queries, scores, keys, values, sums, maxima, totals;
+    float* of(std::vector<float>& held, size_t size) {
+        if (held.size() < size) held.resize(size);
+        return held.data();
+    }
+};
+
+template <typename T>
+const T* page(const T* cache, const Problem& problem, const Segment& segment, long token, long part, long head) {
+    const Pages& p = problem.pages;
+    const int64_t block = problem.blocks[segment.first_block + token / p.block_size];
+    return cache + block * p.stride + ((part * p.kv_heads + head) * p.block_size + token % p.block_size) * p.head_dim;
+}
+
+// Scores of the tile's tokens for a few rows: products along the head.
+template <typename T>
+void score_few(
+    const Problem& problem, const Segment& segment, const T* cache, long head, const float* queries, long rows, long first,
+    long count, float* scores) {
+    const long width = problem.pages.head_dim;
+    for (long t = 0; t < count;) {
+        const T* keys = page(cache, problem, segment, first + t, 0, head);
+        const long run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+        for (long i = 0; i < run; ++i, keys += width) {
+            for (long r = 0; r < rows; ++r) {
+                const float* query = queries + r * width;
+                Floats products = {};
+                long d = 0;
+                for (; d + LANES <= width; d += LANES) products += load(query + d) * load(keys + d);
+                float score = sum(products);
+                for (; d < width; ++d) score += query[d] * widen(keys[d]);
+                scores[r * KEY_TILE + t + i] = score;
+            }
+        }
+        t += run;
+    }
+}
+
+// sums += weights x values for a few rows.
+template <typename T>
+void add_few(
+    const Problem& problem, const Segment& segment, const T* cache, long head, const float* weights, long rows, long first,
+    long count, float* sums) {
+    const long width = problem.pages.head_dim, wide = (problem.pages.parts - 1) * width;
+    for (long part = 1; part < problem.pages.parts; ++part) {
+        for (long t = 0; t < count;) {
+            const T* values = page(cache, problem, segment, first + t, part, head);
+            const long run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+            for (long r = 0; r < rows; ++r) {
+                const float* weight = weights + r * KEY_TILE + t;
+                float* to = sums + r * wide + (part - 1) * width;
+                long d = 0;
+                for (; d + 4 * LANES <= width; d += 4 * LANES) {
+                    Floats total[4];
+                    for (int v = 0; v < 4; ++v) total[v] = load(to + d + v * LANES);
+                    for (long i = 0; i < run; ++i) {
+                        const Floats w = splat(weight[i]);
+                        for (int v = 0; v < 4; ++v) total[v] += w * load(values + i * width + d + v * LANES);
+                    }
+                    for (int v = 0; v < 4; ++v) store(to + d + v * LANES, total[v]);
+                }
+                for (; d < width; ++d) {
+                    float total = to[d];
+                    for (long i = 0; i < run; ++i) total += weight[i] * widen(values[i * width + d]);
+                    to[d] = total;
+                }
+            }
+            t += run;
+        }
+    }
+}
+
+// [tokens][head_dim] of one part as panels of TILE_COLUMNS tokens, each [head_dim][TILE_COLUMNS].
+template <typename T>
+void copy_keys(
+    const Problem& problem, const Segment& segment, const T* cache, long head, long first, long count, float* keys) {
+    const long width = problem.pages.head_dim;
+    for (long t = 0; t < count; ++t) {
+        const T* from = page(cache, problem, segment, first + t, 0, head);
+        float* to = keys + t / TILE_COLUMNS * TILE_COLUMNS * width + t % TILE_COLUMNS;
+        for (long d = 0; d < width; ++d) to[d * TILE_COLUMNS] = widen(from[d]);
+    }
+}
+
+// Where the value of one dimension and token is in panels.
+long value_at(long dimension, long token) {
+    return (dimension / TILE_COLUMNS * KEY_TILE + token) * TILE_COLUMNS + dimension % TILE_COLUMNS;
+}
+
+// Values as panels of TILE_COLUMNS dimensions, each [tokens][TILE_COLUMNS]; `wide` is filled up to whole panels.
+template <typename T>
+void copy_values(
+    const Problem& problem, const Segment& segment, const T* cache, long head, long first, long count, float* values) {
+    const long width = problem.pages.head_dim;
+    for (long part = 1; part < problem.pages.parts; ++part) {
+        for (long t = 0; t < count; ++t) {
+            const T* from = page(cache, problem, segment, first + t, part, head);
+            long d = 0;
+            for (; d + LANES <= width && (part - 1) * width % LANES == 0; d += LANES)
+                store(values + value_at((part - 1) * width + d, t), load(from + d));
+            for (; d < width; ++d) values[value_at((part - 1) * width + d, t)] = widen(from[d]);
+        }
+    }
+}
+
+template <int M>
+void multiply_panels(
+    const float* rows, long row_stride, const float* panels, long panel_stride, long count, long depth, float* out,
+    long out_stride, bool is_begun) {
+    for (long panel = 0; panel < count; ++panel) {
+        Floats sums[M][TILE_VECTORS] = {};
+        float* to = out + panel * TILE_COLUMNS;
+        if (is_begun) {
+            for (int m = 0; m < M; ++m)
+                for (int v = 0; v < TILE_VECTORS; ++v) sums[m][v] = load(to + m * out_stride + v * LANES);
+        }
+        multiply_tile<M>(rows, row_stride, panels + panel * panel_stride, TILE_COLUMNS, depth, sums);
+        for (int m = 0; m < M; ++m)
+            for (int v = 0; v < TILE_VECTORS; ++v) store(to + m * out_stride + v * LANES, sums[m][v]);
+    }
+}
+
+void multiply_many(
+    const float* rows, long row_stride, long count, const float* panels, long panel_stride, long panel_count, long depth,
+    float* out, long out_stride, bool is_begun) {
+    long row = 0;
+    for (; row + TILE_ROWS <= count; row += TILE_ROWS)
+        multiply_panels<TILE_ROWS>(
+            rows + row * row_stride, row_stride, panels, panel_stride, panel_count, depth, out + row * out_stride, out_stride,
+            is_begun);
+    for (; row < count; ++row)
+        multiply_panels<1>(
+            rows + row * row_stride, row_stride, panels, panel_stride, panel_count, depth, out + row * out_stride, out_stride,
+            is_begun);
+}
+
+// One task: query rows [first, first + count) of a segment, and the query heads of one key head.
+template <typename T>
+void attend(
+    const Problem& problem, const Segment& segment, long first, long count, long head, const T* query, long query_stride,
+    const T* cache, T* out, Workspace& space) {
+    const Pages& pages = problem.pages;
+    const long width = pages.head_dim, wide = (pages.parts - 1) * width, group = problem.heads / pages.kv_heads;
+    const long rows = count * group, panels = (wide + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const bool is_copied = rows >= MANY_ROWS;
+    const long sum_stride = is_copied ? panels * TILE_COLUMNS : wide;
+    float* queries = space.of(space.queries, rows * width);
+    float* scores = space.of(space.scores, rows * KEY_TILE);
+    float* sums = space.of(space.sums, rows * sum_stride);
+    float* maxima = space.of(space.maxima, rows);
+    float* totals = space.of(space.totals, rows);
+    for (long r = 0; r < rows; ++r) {
+        const T* from =
+            query + (segment.first_row + first + r / group) * query_stride + (head * group + r % group) * width;
+        for (long d = 0; d < width; ++d) queries[r * width + d] = widen(from[d]) * problem.scale;
+        maxima[r] = -INFINITY;
+        totals[r] = 0.0f;
+    }
+    std::fill(sums, sums + rows * sum_stride, 0.0f);
+
+    const auto begin_of = [&](long row) { return segment.is_windowed ? segment.begin + row : 0; };
+    const auto end_of = [&](long row) { return segment.end - segment.rows + row + 1; };
+    const long lowest = begin_of(first), highest = end_of(first + count - 1);
+    for (long tile = 0; tile < highest; tile += KEY_TILE) {
+        const long tokens = std::min(KEY_TILE, highest - tile);
+        if (tile + tokens <= lowest && tile >= segment.sinks) continue;
+        if (is_copied) {
+            const long key_panels = (tokens + TILE_COLUMNS - 1) / TILE_COLUMNS;
+            float* keys = space.of(space.keys, KEY_TILE * width);
+            float* values = space.of(space.values, panels * TILE_COLUMNS * KEY_TILE);
+            copy_keys(problem, segment, cache, head, tile, tokens, keys);
+            copy_values(problem, segment, cache, head, tile, tokens, values);
+            multiply_many(queries, width, rows, keys, TILE_COLUMNS * width, key_panels, width, scores, KEY_TILE, false);
+        } else {
+            score_few(problem, segment, cache, head, queries, rows, tile, tokens, scores);
+        }
+        for (long r = 0; r < rows; ++r) {
+            float* score = scores + r * KEY_TILE;
+            const long row = first + r / group;
+            // Of this tile the row sees [0, sinks) and [begin, end).
+            const long end = std::clamp(end_of(row) - tile, 0L, tokens), begin = std::clamp(begin_of(row) - tile, 0L, end);
+            const long sinks = std::clamp(segment.sinks - tile, 0L, begin);
+            std::fill(score + sinks, score + begin, -INFINITY);
+            const long padded = (tokens + LANES - 1) / LANES * LANES;
+            std::fill(score + end, score + padded, -INFINITY);
+            Floats high = splat(maxima[r]);
+            for (long t = 0; t < padded; t += LANES) high = larger(load(score + t), high);
+            const float highest_score = largest(high);
+            if (highest_score == -INFINITY) {
+                std::fill(score, score + padded, 0.0f);
+                continue;
+            }
+            const float decay = std::exp(maxima[r] - highest_score);
+            Floats total = {};
+            for (long t = 0; t < padded; t += LANES) {
+                const Floats weight = exp_of_negative(load(score + t) - highest_score);
+                store(score + t, weight);
+                total += weight;
+            }
+            totals[r] = totals[r] * decay + sum(total);
+            maxima[r] = highest_score;
+            if (decay != 1.0f) {
+                for (long d = 0; d < sum_stride; ++d) sums[r * sum_stride + d] *= decay;
+            }
+        }
+        if (is_copied) {
+            multiply_many(
+                scores, KEY_TILE, rows, space.values.data(), TILE_COLUMNS * KEY_TILE, panels, tokens, sums, sum_stride, true);
+        } else {
+            add_few(problem, segment, cache, head, scores, rows, tile, tokens, sums);
+        }
+    }
+    for (long r = 0; r < rows; ++r) {
+        T* to = out + ((segment.first_row + first + r / group) * problem.heads + head * group + r % group) * wide;
+        const float share = 1.0f / totals[r];
+        for (long d = 0; d < wide; ++d) narrow(to + d, sums[r * sum_stride + d] * share);
+    }
+}
+
+template <typename T>
+void attend_all(const Problem& problem, long segments, const T* query, long query_stride, const T* cache, T* out) {
+    struct Task {
+        long segment, first, count, head;
+    };
+    std::vector<Task> tasks;
+    for (long s = 0; s < segments; ++s)
+        for (long first = 0; first < problem.segments[s].rows; first += QUERY_TILE)
+            for (long head = 0; head < problem.pages.kv_heads; ++head)
+                tasks.push_back({s, first, std::min(QUERY_TILE, problem.segments[s].rows - first), head});
+    const long count = static_cast<long>(tasks.size());
+    const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), count));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        static thread_local Workspace space;
+        // The last rows of a prompt see most: they begin first, and what is left at the end is short.
+#pragma omp for schedule(dynamic)
+        for (long i = count - 1; i >= 0; --i) {
+            const Task& task = tasks[i];
+            attend(
+                problem, problem.segments[task.segment], task.first, task.count, task.head, query, query_stride, cache, out,
+                space);
+        }
+    }
+}
+
+// Every row's parts into its slot.
+template <typename T>
+void write_all(
+    const Pages& pages, const T* values, long row_stride, long rows, const int64_t* blocks, const int64_t* offsets, T* cache) {
+    const long lanes = pages.parts * pages.kv_heads, width = pages.head_dim;
+    for (long row = 0; row < rows; ++row) {
+        T* to = cache + blocks[row] * pages.stride + offsets[row] * width;
+        for (long lane = 0; lane < lanes; ++lane)
+            memcpy(to + lane * pages.block_size * width, values + row * row_stride + lane * width, width * sizeof(T));
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+#define DEFINE(NAME, T)                                                                                                  \
+    void attend_##NAME(                                                                                                  \
+        const long* pages, const long* segments, long count, const int64_t* blocks, long heads, float scale,             \
+        const T* query, long query_stride, const T* cache, T* out) {                                                     \
+        const Problem problem{                                                                                           \
+            *reinterpret_cast<const Pages*>(pages), reinterpret_cast<const Segment*>(segments), blocks, heads, scale};   \
+        attend_all(problem, count, query, query_stride, cache, out);                                                     \
+    }                                                                                                                    \
+    void write_slots_##NAME(                                                                                             \
+        const long* pages, const T* values, long row_stride, long rows, const int64_t* blocks, const int64_t* offsets,   \
+        T* cache) {                                                                                                      \
+        write_all(*reinterpret_cast<const Pages*>(pages), values, row_stride, rows, blocks, offsets, cache);             \
+    }
+
+DEFINE(float32, float)
+DEFINE(bfloat16, BFloat16)
+#if defined(__FLT16_MANT_DIG__)
+DEFINE(float16, Float16)
+#endif
+#undef DEFINE
+}

@@ -1,0 +1,194 @@
+// Products with weights that are packed once.
+//
+// A packed weight [outputs, inputs] is a sequence of panels of TILE_COLUMNS outputs, each [inputs][TILE_COLUMNS] and thus
+// contiguous in the order in which a product reads it (Goto and van de Geijn 2008); the last panel is filled up with
+// zeros. Threads share the panels. With one or few rows this reads every weight once, at the speed of memory; with many,
+// blocks of rows stay in the second-level cache and of a panel in the first.
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+constexpr long ROW_BLOCK = 32 * TILE_ROWS;
+constexpr long DEPTH_BLOCK = 256;
+// So few tiles take as long as the memory does; they read a panel from end to end.
+constexpr long FEW_TILES = 4;
+constexpr int AHEAD = 2048;
+
+// What this thread calculates in. It grows to the largest product's size and stays.
+float* scratch(std::vector<float>& held, size_t size) {
+    if (held.size() < size) held.resize(size);
+    return held.data();
+}
+
+template <typename From, typename To>
+void convert_row(const From* from, long width, To* to) {
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
+    for (; i < width; ++i) narrow(to + i, widen(from[i]));
+}
+
+// One tile of sums, begun with what is in `out` or with the bias. Only `columns` of its TILE_COLUMNS exist.
+template <int M, typename W>
+void tile(
+    const float* rows, long row_stride, const W* panel, long depth, float* out, long out_stride, long columns, bool is_begun,
+    const float* bias) {
+    Floats sums[M][TILE_VECTORS] = {};
+    if (is_begun || bias != nullptr) {
+        for (int m = 0; m < M; ++m) {
+            const float* from = is_begun ? out + m * out_stride : bias;
+            if (columns == TILE_COLUMNS) {
+                for (int v = 0; v < TILE_VECTORS; ++v) sums[m][v] = load(from + v * LANES);
+            } else {
+                for (long n = 0; n < columns; ++n) sums[m][n / LANES][n % LANES] = from[n];
+            }
+        }
+    }
+    if constexpr (M == 1) {
+        // A single row has too few sums to hide an addition's latency: it takes turns with a second set. Of its weights
+        // it wants more per instruction than others; asking ahead pays only while they have to be widened.
+        constexpr int ahead = std::is_same_v<W, float> ? 0 : AHEAD;
+        Floats others[1][TILE_VECTORS] = {};
+        long k = 0;
+        for (; k + 2 <= depth; k += 2) {
+            multiply_tile<1, ahead>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, 1, sums);
+            multiply_tile<1>(rows + k + 1, row_stride, panel + (k + 1) * TILE_COLUMNS, TILE_COLUMNS, 1, others);
+        }
+        multiply_tile<1>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, depth - k, sums);
+        for (int v = 0; v < TILE_VECTORS; ++v) sums[0][v] += others[0][v];
+    } else {
+        multiply_tile<M, AHEAD>(rows, row_stride, panel, TILE_COLUMNS, depth, sums);
+    }
+    for (int m = 0; m < M; ++m) {
+        float* to = out + m * out_stride;
+        if (columns == TILE_COLUMNS) {
+            for (int v = 0; v < TILE_VECTORS; ++v) store(to + v * LANES, sums[m][v]);
+        } else {
+            for (long n = 0; n < columns; ++n) to[n] = sums[m][n / LANES][n % LANES];
+        }
+    }
+}
+
+template <typename W>
+using Tile = void (*)(const float*, long, const W*, long, float*, long, long, bool, const float*);
+
+template <typename W>
+constexpr Tile<W> TILES[] = {
+    nullptr,    tile<1, W>, tile<2, W>, tile<3, W>, tile<4, W>, tile<5, W>,  tile<6, W>,
+#if defined(__AVX512F__)
+    tile<7, W>, tile<8, W>, tile<9, W>, tile<10, W>, tile<11, W>, tile<12, W>,
+#endif
+};
+
+// Panels [first, last) of the product, all rows.
+template <typename W>
+void multiply_panels(
+    const float* rows, long row_stride, long count, const W* packed, long inputs, long outputs, long first, long last,
+    const float* bias, float* out, long out_stride) {
+    const long depth_block = count <= FEW_TILES * TILE_ROWS ? inputs : DEPTH_BLOCK;
+    for (long row_begin = 0; row_begin < count; row_begin += ROW_BLOCK) {
+        const long row_end = std::min(count, row_begin + ROW_BLOCK);
+        // As even as possible: a tile of two rows takes nearly as long as one of four.
+        const long tiles = (row_end - row_begin + TILE_ROWS - 1) / TILE_ROWS;
+        for (long depth_begin = 0; depth_begin < inputs; depth_begin += depth_block) {
+            const long depth = std::min(depth_block, inputs - depth_begin);
+            for (long panel = first; panel < last; ++panel) {
+                const long column = panel * TILE_COLUMNS;
+                const W* narrow = packed + (panel * inputs + depth_begin) * TILE_COLUMNS;
+                // Many tiles would each widen the same weights.
+                float wide[std::is_same_v<W, float> ? 1 : DEPTH_BLOCK * TILE_COLUMNS];
+                const bool is_widened = !std::is_same_v<W, float> && tiles > 2 && depth <= DEPTH_BLOCK;
+                if (is_widened) convert_row(narrow, depth * TILE_COLUMNS, wide);
+                for (long t = 0; t < tiles; ++t) {
+                    const long row = row_begin + t * (row_end - row_begin) / tiles;
+                    const long next = row_begin + (t + 1) * (row_end - row_begin) / tiles;
+                    const auto multiply = [&](auto tile, auto weights) {
+                        tile(
+                            rows + row * row_stride + depth_begin, row_stride, weights, depth, out + row * out_stride + column,
+                            out_stride, std::min<long>(TILE_COLUMNS, outputs - column), depth_begin > 0,
+                            bias == nullptr ? nullptr : bias + column);
+                    };
+                    if (is_widened) {
+                        multiply(TILES<float>[next - row], static_cast<const float*>(wide));
+                    } else {
+                        multiply(TILES<W>[next - row], narrow);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <typename T, typename W>
+void multiply(
+    const T* rows, long row_stride, long count, const W* packed, long inputs, long outputs, const float* bias, T* out) {
+    static thread_local std::vector<float> held_rows, held_out;
+    constexpr bool is_wide = std::is_same_v<T, float>;
+    const float* wide_rows = reinterpret_cast<const float*>(rows);
+    float* wide_out = reinterpret_cast<float*>(out);
+    long stride = row_stride;
+    if constexpr (!is_wide) {
+        float* copy = scratch(held_rows, count * inputs);
+        for (long row = 0; row < count; ++row) convert_row(rows + row * row_stride, inputs, copy + row * inputs);
+        wide_rows = copy;
+        stride = inputs;
+        wide_out = scratch(held_out, count * outputs);
+    }
+    const long panels = (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), panels));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const long part = omp_get_thread_num(), parts = omp_get_num_threads();
+        multiply_panels(
+            wide_rows, stride, count, packed, inputs, outputs, panels * part / parts, panels * (part + 1) / parts, bias,
+            wide_out, outputs);
+    }
+    if constexpr (!is_wide) {
+        for (long row = 0; row < count; ++row) convert_row(wide_out + row * outputs, outputs, out + row * outputs);
+    }
+}
+
+}  // namespace
+
+template <typename W>
+static void pack(const W* weight, long weight_stride, long outputs, long inputs, W* packed) {
+    const long panels = (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS;
+#pragma omp parallel for
+    for (long panel = 0; panel < panels; ++panel) {
+        const long columns = std::min<long>(TILE_COLUMNS, outputs - panel * TILE_COLUMNS);
+        W* to = packed + panel * inputs * TILE_COLUMNS;
+        for (long k = 0; k < inputs; ++k) {
+            for (long n = 0; n < TILE_COLUMNS; ++n)
+                to[k * TILE_COLUMNS + n] = n < columns ? weight[(panel * TILE_COLUMNS + n) * weight_stride + k] : W{};
+        }
+    }
+}
+
+extern "C" {
+
+// Elements of a packed weight.
+long packed_size(long outputs, long inputs) {
+    return (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS * inputs;
+}
+
+#define DEFINE(NAME, T)                                                                                                   \
+    void pack_##NAME(const T* weight, long weight_stride, long outputs, long inputs, T* packed) {                         \
+        pack(weight, weight_stride, outputs, inputs, packed);                                                             \
+    }                                                                                                                     \
+    void linear_##NAME(                                                                                                   \
+        const T* rows, long row_stride, long count, const T* packed, long inputs, long outputs, const float* bias, T* out) { \
+        multiply(rows, row_stride, count, packed, inputs, outputs, bias, out);                                            \
+    }
+
+DEFINE(float32, float)
+DEFINE(bfloat16, BFloat16)
+#if defined(__FLT16_MANT_DIG__)
+DEFINE(float16, Float16)
+#endif
+#undef DEFINE
+}

@@ -1,0 +1,164 @@
+// Vectors of floats as wide as the processor's registers, and what the kernels do with them.
+//
+// GCC's and Clang's vector extension: arithmetic on whole vectors in plain C++, for any processor. Numbers are stored as
+// float32, bfloat16 or float16 and always calculated in float32.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int TILE_ROWS = 12;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int TILE_ROWS = 6;
+#else
+constexpr int LANES = 4;
+constexpr int TILE_ROWS = 6;
+#endif
+
+// A tile of a product: TILE_ROWS x TILE_COLUMNS sums are held in registers.
+constexpr int TILE_VECTORS = 2;
+constexpr int TILE_COLUMNS = TILE_VECTORS * LANES;
+
+typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t Halfwords __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+#if defined(__FLT16_MANT_DIG__)
+typedef _Float16 Float16;
+typedef _Float16 Float16s __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+#endif
+
+// Subtracting zero changes no number, so it costs nothing; adding it would.
+static inline Floats splat(float value) { return value - Floats{}; }
+
+static inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+static inline void store(float* to, Floats values) { *reinterpret_cast<Floats*>(to) = values; }
+
+static inline Floats load(const BFloat16* from) {
+    const Words words = __builtin_convertvector(*reinterpret_cast<const Halfwords*>(from), Words) << 16;
+    return reinterpret_cast<const Floats&>(words);
+}
+
+// Rounds to nearest, ties to even; not-a-number stays one.
+static inline void store(BFloat16* to, Floats values) {
+    const Words words = reinterpret_cast<const Words&>(values);
+    const Words rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16;
+    const Words is_number = reinterpret_cast<const Words&>(static_cast<const Ints&>(values == values));
+    const Words result = (rounded & is_number) | (~is_number & 0x7FC0);
+    *reinterpret_cast<Halfwords*>(to) = __builtin_convertvector(result, Halfwords);
+}
+
+static inline float widen(float value) { return value; }
+static inline float widen(BFloat16 value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+static inline void narrow(float* to, float value) { *to = value; }
+static inline void narrow(BFloat16* to, float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    to->bits = value == value ? static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) : 0x7FC0;
+}
+
+#if defined(__FLT16_MANT_DIG__)
+#if defined(__AVX512F__)
+static inline Floats load(const Float16* from) {
+    return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+static inline void store(Float16* to, Floats values) {
+    const __m256i halves = _mm512_cvtps_ph(reinterpret_cast<__m512>(values), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+}
+#elif defined(__F16C__)
+// The compiler converts one by one where it could convert eight.
+static inline Floats load(const Float16* from) {
+    return reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+static inline void store(Float16* to, Floats values) {
+    const __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(values), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+}
+#else
+static inline Floats load(const Float16* from) {
+    return __builtin_convertvector(*reinterpret_cast<const Float16s*>(from), Floats);
+}
+static inline void store(Float16* to, Floats values) {
+    *reinterpret_cast<Float16s*>(to) = __builtin_convertvector(values, Float16s);
+}
+#endif
+static inline float widen(Float16 value) { return static_cast<float>(value); }
+static inline void narrow(Float16* to, float value) { *to = static_cast<Float16>(value); }
+#endif
+
+typedef float Quad __attribute__((vector_size(16)));
+
+static inline Quad quad(Floats values, int index) {
+    Quad part;
+    memcpy(&part, reinterpret_cast<const char*>(&values) + 16 * index, 16);
+    return part;
+}
+
+static inline float sum(Floats values) {
+    Quad total = quad(values, 0);
+    for (int i = 1; i < LANES / 4; ++i) total += quad(values, i);
+    return (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+static inline float largest(Floats values) {
+    float found = values[0];
+    for (int lane = 1; lane < LANES; ++lane) found = values[lane] > found ? values[lane] : found;
+    return found;
+}
+
+// exp(x) for x <= 0, to 2 units in the last place; 0 below -87. Cody and Waite (1980): x = n ln 2 + r, and a polynomial
+// in r of degree 6 (the Taylor series suffices on |r| <= ln 2 / 2).
+static inline Floats exp_of_negative(Floats x) {
+    const Floats lowest = splat(-87.0f);
+    const Ints tiny = x < lowest;
+    x = tiny ? lowest : x;
+    const Ints n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Ints);
+    const Floats whole = __builtin_convertvector(n, Floats);
+    const Floats r = (x - whole * 0.693145751953125f) - whole * 1.42860682030941723e-6f;
+    Floats p = splat(1.0f / 720.0f);
+    p = p * r + 1.0f / 120.0f;
+    p = p * r + 1.0f / 24.0f;
+    p = p * r + 1.0f / 6.0f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Ints scale = (n + 127) << 23;
+    const Floats result = p * reinterpret_cast<const Floats&>(scale);
+    return tiny ? splat(0.0f) : result;
+}
+
+// Sums of a tile: out[m][n] += sum over k of rows[m * row_stride + k] * columns[k * column_stride + n], for M rows.
+// Columns that come from memory are asked for `AHEAD` bytes before they are needed, if that is not 0.
+template <int M, int AHEAD = 0, typename Column>
+static inline void multiply_tile(
+    const float* rows, long row_stride, const Column* columns, long column_stride, long depth, Floats (&sums)[M][TILE_VECTORS]) {
+    for (long k = 0; k < depth; ++k) {
+        if constexpr (AHEAD != 0) __builtin_prefetch(reinterpret_cast<const char*>(columns + k * column_stride) + AHEAD);
+        Floats column[TILE_VECTORS];
+        for (int v = 0; v < TILE_VECTORS; ++v) column[v] = load(columns + k * column_stride + v * LANES);
+        for (int m = 0; m < M; ++m) {
+            const Floats row = splat(rows[m * row_stride + k]);
+            for (int v = 0; v < TILE_VECTORS; ++v) sums[m][v] += row * column[v];
+        }
+    }
+}

@@ -1,0 +1,64 @@
+"""Packed products against float64, over shapes that do not fit tiles, panels or blocks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.mkldnn_matrix import MkldnnMatrix
+from kernels.native.linear import PackedMatrix
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([191, 193, 400])),
+    inputs=st.one_of(st.integers(1, 40), st.sampled_from([255, 257, 600])),
+    outputs=st.one_of(st.integers(1, 70), st.just(333)),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    has_bias=st.booleans(),
+    padding=st.sampled_from([0, 3]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150)
+def test_equals_the_product(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, has_bias: bool, padding: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    hidden = torch.randn(rows, inputs + padding, generator=generator).to(dtype)[:, :inputs]
+    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    out = PackedMatrix(weight, bias)(hidden)
+    expected = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    # Relative to the sum of the terms' sizes, which is what rounding is relative to.
+    size = hidden.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+    assert out.dtype is dtype
+    assert ((out.double() - expected).abs() <= TOLERANCE[dtype] * size).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_panels(threads: int) -> None:
+    weight, hidden = torch.randn(100, 64), torch.randn(30, 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = PackedMatrix(weight, None)(hidden)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows_are_no_work() -> None:
+    assert PackedMatrix(torch.randn(5, 4), None)(torch.empty(0, 4)).shape == (0, 5)
+
+
+def test_a_transposed_weight_is_packed_as_it_reads() -> None:
+    weight, hidden = torch.randn(64, 100).T, torch.randn(3, 64)
+    torch.testing.assert_close(PackedMatrix(weight, None)(hidden), hidden @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 100])
+def test_onednn_gives_the_same(rows: int) -> None:
+    weight, bias, hidden = torch.randn(48, 64), torch.randn(48), torch.randn(rows, 64)
+    expected = torch.nn.functional.linear(hidden, weight, bias)
+    torch.testing.assert_close(MkldnnMatrix(weight, bias)(hidden), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,30 @@
+"""A weight that is loaded as its checkpoint has it and multiplied with as the processor wants it.
+
+Allocated with its layer; loading fills it. The first product arranges it anew, and the loaded form is given back.
+"""
+
+import torch
+
+from kernels import table
+
+
+class Matrix:
+    """``hidden @ weight.T + bias``, ``weight`` ``[outputs, inputs]``."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._loaded: torch.Tensor | None = weight
+        self._bias = bias
+        self._arranged: table.Matrix | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The loaded form, until the first product."""
+        assert self._loaded is not None, "a weight was wanted after it was multiplied with"
+        return self._loaded
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``."""
+        if self._arranged is None:
+            self._arranged = table.matrix(self.weight, self._bias)
+            self._loaded = None
+        return self._arranged(hidden)
