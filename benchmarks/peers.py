@@ -1,0 +1,240 @@
+"""This server against others on the same machine, with the same load, in the same run.
+
+    python benchmarks/peers.py --model DIR --vllm VENV [--rounds 3] [--dtype bfloat16] [--systems NAME,...]
+
+``DIR`` is a checkpoint with safetensors that all can read; ``VENV`` a virtual environment with vLLM's build for CPUs,
+which this project does not install. The systems are started one after another, as often as there are rounds, so that
+only one is alive at a time and a slow hour is everybody's; figures are medians of the rounds. *colocated* has every
+core; *disaggregated* is a prefill and a decode replica with one core each; *one core* is a whole engine on the last
+core. The load generator runs beside them, as a client on the same machine does.
+
+W1 is one client, 128 tokens in and 128 out. W2 eight clients, 256 in, 128 out, 32 requests. W4 one client, 2,000 in,
+one out, three times. W3b four streams of 64 in and 256 out; W3 the same while prompts of 1,500 tokens arrive at
+``--injection`` per second. Memory is the sum of the proportional set sizes of a system's processes after W2. Prints a
+table and writes ``bench-results/peers.json``.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from cluster.bench.load import (
+    ClosedLoop,
+    Distribution,
+    LoadRequest,
+    LoadSummary,
+    PoissonArrivals,
+    Target,
+    run_load,
+    summarize,
+)
+
+RESULTS = Path("bench-results/peers.json")
+PORT = 18_400
+START_SECONDS = 420.0
+KV_BYTES = 2 << 30
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": str(KV_BYTES >> 30),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A server to start: its command line and what it adds to the environment."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One round of one system. Times in milliseconds, memory in bytes."""
+
+    start_s: float
+    w1_tokens_per_s: float
+    w1_ttft: float
+    w2_tokens_per_s: float
+    w4_ttft: float
+    memory: int
+    w3b_itl_p99: float | None = None
+    w3_itl_p99: float | None = None
+    w3_injection_ttft_p99: float | None = None
+
+
+def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
+    """All that can be started here."""
+    cores = sorted(os.sched_getaffinity(0))
+    own = (
+        *(sys.executable, "-m", "cluster.cli", "serve", model, "--served-model-name", "m", "--dtype", dtype),
+        *("--port", str(PORT), "--no-prefix-caching", "--kv-cache-memory", str(KV_BYTES), "--max-model-len", "4096"),
+    )
+    found = [
+        System("crosskv colocated", (*own, "--mode", "colocated", "--threads", str(len(cores))), {}),
+        System("crosskv disaggregated", (*own, "--mode", "disaggregated", "--threads", "1"), {}),
+    ]
+    if vllm is not None:
+        command = (
+            *(str(vllm / "bin" / "vllm"), "serve", model, "--served-model-name", "m", "--dtype", dtype),
+            *("--port", str(PORT), "--no-enable-prefix-caching", "--max-model-len", "4096"),
+        )
+        every = f"{cores[0]}-{cores[-1]}"
+        found += [
+            System("vLLM colocated", command, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": every}),
+            System("vLLM one core", command, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(cores[-1])}),
+        ]
+    return found
+
+
+@contextmanager
+def running(system: System, log: Path) -> Iterator[tuple[int, float]]:
+    """Start a system and wait for its first answer: its process, and the seconds until then. Ends all its processes."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            system.command,
+            env=os.environ | system.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 1}
+        while True:
+            if process.poll() is not None:
+                raise SystemExit(f"{system.name} ended with {process.returncode}: see {log}")
+            if time.perf_counter() - began > START_SECONDS:
+                raise SystemExit(f"{system.name} gave no answer within {START_SECONDS:.0f} s: see {log}")
+            try:
+                if httpx.post(f"http://127.0.0.1:{PORT}/v1/completions", json=body, timeout=60).is_success:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        yield process.pid, time.perf_counter() - began
+    finally:
+        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(signal.SIGINT)
+        _, left = psutil.wait_procs(processes, timeout=60)
+        for survivor in left:
+            survivor.kill()
+
+
+def prompts(count: int, tokens: int, output_tokens: int, seed: int) -> list[LoadRequest]:
+    """Random prompts of one length, different from their first token on."""
+    generator = random.Random(seed)
+    return [
+        LoadRequest(tuple(generator.randrange(100, 40_000) for _ in range(tokens)), output_tokens) for _ in range(count)
+    ]
+
+
+def load(target: Target, requests: Sequence[LoadRequest], clients: int) -> LoadSummary:
+    """A closed loop; every request must succeed."""
+    summary = summarize(*asyncio.run(run_load(target, requests, ClosedLoop(clients))))
+    if summary.errors:
+        raise SystemExit(f"{summary.errors} requests failed: {summary.error_messages}")
+    return summary
+
+
+async def load_with_injection(target: Target, per_second: float, seed: int) -> tuple[Distribution, Distribution]:
+    """W3: gaps of the streams, and times to first token of what is injected until the last stream has ended."""
+    streams = asyncio.create_task(run_load(target, prompts(4, 64, 256, seed), ClosedLoop(4)))
+    # More than can arrive; those that are due after the streams' end are not waited for.
+    injected = asyncio.create_task(run_load(target, prompts(60, 1500, 1, seed + 1), PoissonArrivals(per_second, seed)))
+    records, duration = await streams
+    summary = summarize(records, duration)
+    injected.cancel()
+    return summary.itl_ms, summary.ttft_ms
+
+
+def measure(pid: int, start_s: float, *, round_number: int, injection: float | None) -> Figures:
+    """One round."""
+    target = Target(f"http://127.0.0.1:{PORT}", "m", parameters={"ignore_eos": True})
+    load(target, prompts(2, 64, 16, 0), 2)
+    one = load(target, prompts(1, 128, 128, 10 + round_number), 1)
+    eight = load(target, prompts(32, 256, 128, 20 + round_number), 8)
+    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    memory = sum(process.memory_full_info().pss for process in tree)
+    long = load(target, prompts(3, 2000, 1, 30 + round_number), 1)
+    quiet = disturbed = None
+    if injection is not None:
+        quiet = load(target, prompts(4, 64, 256, 40 + round_number), 4).itl_ms.p99
+        disturbed = asyncio.run(load_with_injection(target, injection, 50 + round_number))[0].p99
+    return Figures(
+        start_s=start_s,
+        w1_tokens_per_s=one.output_tokens / one.duration_s,
+        w1_ttft=one.ttft_ms.p50 or 0.0,
+        w2_tokens_per_s=eight.output_tokens_per_s,
+        w4_ttft=long.ttft_ms.p50 or 0.0,
+        memory=memory,
+        w3b_itl_p99=quiet,
+        w3_itl_p99=disturbed,
+    )
+
+
+def median(values: Sequence[Figures], name: str) -> float | None:
+    """Of one figure over the rounds, or None where it was not measured."""
+    found = [value for value in (asdict(figures)[name] for figures in values) if value is not None]
+    return statistics.median(found) if found else None
+
+
+def main() -> None:
+    """Run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--injection", type=float, help="prompts per second for W3; without it W3 is left out")
+    parser.add_argument("--systems", help="names, with commas between; all by default")
+    arguments = parser.parse_args()
+    chosen = systems(arguments.model, arguments.vllm, arguments.dtype)
+    if arguments.systems:
+        chosen = [system for system in chosen if system.name in arguments.systems.split(",")]
+    measured: dict[str, list[Figures]] = {system.name: [] for system in chosen}
+    for number in range(arguments.rounds):
+        for system in chosen:
+            log = RESULTS.parent / "logs" / f"{system.name.replace(' ', '-')}-{number}.log"
+            with running(system, log) as (pid, start_s):
+                figures = measure(pid, start_s, round_number=number, injection=arguments.injection)
+            measured[system.name].append(figures)
+            print(system.name, figures, flush=True)
+    names = (
+        "start_s",
+        "w1_tokens_per_s",
+        "w1_ttft",
+        "w2_tokens_per_s",
+        "w4_ttft",
+        "memory",
+        "w3b_itl_p99",
+        "w3_itl_p99",
+    )
+    print(f"{'':24}" + "".join(f"{name:>17}" for name in names))
+    for name, rounds in measured.items():
+        cells = (median(rounds, figure) for figure in names)
+        print(f"{name:24}" + "".join(f"{'-' if cell is None else f'{cell:,.1f}':>17}" for cell in cells))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(
+        json.dumps({name: [asdict(figures) for figures in rounds] for name, rounds in measured.items()}, indent=2)
+    )
+
+
+if __name__ == "__main__":
+    main()
