@@ -67,6 +67,47 @@ class PrefillJob:
     stream: OutgoingStream
 
 
+class CallRefused(Exception):
+    """A Prefill call that cannot be served; ``code`` and ``message`` reach the decode replica."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def parse_call(
+    request: wire.PrefillRequest, stream: OutgoingStream, layout: CacheLayout, incarnation: str, rank: int, ranks: int
+) -> PrefillJob | RankStream:
+    """What a call to rank ``rank`` of ``ranks`` is about; raises ``CallRefused`` for one that cannot be served."""
+    if request.prefill_incarnation != incarnation:
+        raise CallRefused(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"this is {incarnation}, not {request.prefill_incarnation}: shake hands again",
+        )
+    name = TransferName(request.decode_incarnation, request.request_id, request.epoch)
+    receivers = max(1, request.receivers)
+    problem = None if request.receiver < receivers else f"rank {request.receiver} of {receivers}"
+    problem = problem or check_ranks(layout, receivers)
+    if problem is None and (rank, request.receiver) != (0, 0):
+        if pair_layout(layout, RankPair(rank, ranks, request.receiver, receivers)).sections:
+            return RankStream(name, request.receiver, stream)
+        problem = f"rank {rank} of {ranks} has nothing for rank {request.receiver} of {receivers}"
+    lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking)
+    problem = problem or check_request(layout, len(request.token_ids) + 1, lacking)
+    if problem is not None or lower_bound(layout, lacking) == 0:
+        raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, problem or "nothing is lacking: there is nothing to send")
+    return PrefillJob(
+        name=name,
+        receivers=receivers,
+        token_ids=tuple(request.token_ids),
+        lacking=lacking,
+        cache_salt=request.cache_salt,
+        timeout=request.timeout_ms / 1e3,
+        stream=stream,
+    )
+
+
 class PrefillServer:
     """A gRPC server with raw bytes in both directions, of rank ``rank`` of ``ranks``.
 
@@ -145,12 +186,11 @@ class PrefillServer:
             request.ParseFromString(message)
         except DecodeError:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a PrefillRequest")
-        if request.prefill_incarnation != self._incarnation:
-            context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"this is {self._incarnation}, not {request.prefill_incarnation}: shake hands again",
-            )
-        event = self._event(request, stream := OutgoingStream(), context)
+        stream = OutgoingStream()
+        try:
+            event = parse_call(request, stream, self._layout, self._incarnation, self._rank, self._ranks)
+        except CallRefused as refusal:
+            context.abort(refusal.code, refusal.message)
         if not context.add_callback(stream.cancel):
             return
         self._accept(event)
@@ -161,30 +201,3 @@ class PrefillServer:
         finally:
             # Connections may close soon after; their bytes are counted while they are still there.
             self.socket_bytes.read()
-
-    def _event(
-        self, request: wire.PrefillRequest, stream: OutgoingStream, context: grpc.ServicerContext
-    ) -> PrefillJob | RankStream:
-        """What a call is about; refuses one that cannot be served."""
-        name = TransferName(request.decode_incarnation, request.request_id, request.epoch)
-        receivers = max(1, request.receivers)
-        problem = None if request.receiver < receivers else f"rank {request.receiver} of {receivers}"
-        problem = problem or check_ranks(self._layout, receivers)
-        if problem is None and (self._rank, request.receiver) != (0, 0):
-            pair = RankPair(self._rank, self._ranks, request.receiver, receivers)
-            if pair_layout(self._layout, pair).sections:
-                return RankStream(name, request.receiver, stream)
-            problem = f"rank {self._rank} of {self._ranks} has nothing for rank {request.receiver} of {receivers}"
-        lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking)
-        problem = problem or check_request(self._layout, len(request.token_ids) + 1, lacking)
-        if problem is not None or lower_bound(self._layout, lacking) == 0:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem or "nothing is lacking: there is nothing to send")
-        return PrefillJob(
-            name=name,
-            receivers=receivers,
-            token_ids=tuple(request.token_ids),
-            lacking=lacking,
-            cache_salt=request.cache_salt,
-            timeout=request.timeout_ms / 1e3,
-            stream=stream,
-        )

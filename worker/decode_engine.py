@@ -214,7 +214,7 @@ class DecodeEngine:
                 self.counters.requests_aborted += 1
 
     def _expire(self, now: float) -> None:
-        for name in {sequence.request_id for sequence in self._scheduler.expired(now)}:
+        for name in dict.fromkeys(sequence.request_id for sequence in self._scheduler.expired(now)):
             self._fail(name, wire.ERROR_KIND_TIMEOUT, "the request's deadline has passed")
 
     def _fail(self, name: RequestId, kind: wire.ErrorKind, message: str) -> None:
@@ -380,7 +380,7 @@ class DecodeEngine:
                 del self._requests[sequence.request_id]
 
     def _fail_step(self, plan: StepPlan) -> None:
-        for name in {scheduled.sequence.request_id for scheduled in plan.rows}:
+        for name in dict.fromkeys(scheduled.sequence.request_id for scheduled in plan.rows):
             self._fail(name, wire.ERROR_KIND_INTERNAL, "the replica failed while it computed this request")
 
     def _flush(self, now: float) -> None:

@@ -86,13 +86,21 @@ class OutgoingTransfers:
     """See the module; rank ``rank`` of ``ranks``.
 
     While a step is computed, layers leave in pieces of ``min_piece_bytes`` or more; what is left goes when it is done.
-    ``payload_bytes`` counts what was queued so far.
+    ``payload_bytes`` counts what was queued so far. ``clock`` gives seconds.
     """
 
     def __init__(
-        self, runner: ModelRunner, rank: int, ranks: int, *, min_piece_bytes: int, max_piece_bytes: int
+        self,
+        runner: ModelRunner,
+        rank: int,
+        ranks: int,
+        *,
+        min_piece_bytes: int,
+        max_piece_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
+        self._clock = clock
         self._rank = rank
         self._ranks = ranks
         self._min_piece_bytes = min_piece_bytes
@@ -129,7 +137,7 @@ class OutgoingTransfers:
                 branch.attach(stream)
             branches.append(branch)
         if branches:
-            deadline = time.monotonic() + command.seconds
+            deadline = self._clock() + command.seconds
             self._open[command.name] = _Outgoing(command.name.epoch, command.prompt_len, branches, deadline)
 
     def while_computing(self, rows: Sequence[SequenceRows]) -> Callable[[LayerName], None]:
@@ -226,7 +234,7 @@ class OutgoingTransfers:
         """Drop streams whose transfers never came, and transfers whose streams never did."""
         for key in [key for key, stream in self._unclaimed.items() if stream.cancelled]:
             del self._unclaimed[key]
-        now = time.monotonic()
+        now = self._clock()
         for name in [name for name, outgoing in self._open.items() if outgoing.ended and outgoing.deadline < now]:
             del self._open[name]
 

@@ -85,13 +85,14 @@ class PrefillConnector:
         incarnation can change that.
         """
         with self._lock:
-            gone = self._links.keys() - replicas.keys()
+            gone = [incarnation for incarnation in self._links if incarnation not in replicas]
             for incarnation in gone:
                 del self._links[incarnation]
             self._refused &= replicas.keys()
             for incarnation in self._errors.keys() - replicas.keys():
                 del self._errors[incarnation]
-            new = replicas.keys() - self._links.keys() - self._refused
+            known = self._links.keys() | self._refused
+            new = [incarnation for incarnation in replicas if incarnation not in known]
         for incarnation in gone:
             self._team.forget(incarnation)
         for incarnation in new:

@@ -32,7 +32,10 @@ class PeerRefused(Exception):
 
 
 class PrefillPeers:
-    """See the module; rank ``rank`` of ``ranks``. With ``group`` payloads travel over process groups."""
+    """See the module; rank ``rank`` of ``ranks``. With ``group`` payloads travel over process groups.
+
+    ``make_peer`` makes the connection to one rank; it takes what ``PrefillPeer`` does.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class PrefillPeers:
         rank: int = 0,
         ranks: int = 1,
         group: GroupSettings | None = None,
+        make_peer: Callable[..., PrefillPeer] = PrefillPeer,
     ) -> None:
         self._layout = layout
         self._incarnation = incarnation
@@ -52,6 +56,7 @@ class PrefillPeers:
         self._rank = rank
         self._ranks = ranks
         self._group = group
+        self._make_peer = make_peer
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[PrefillPeer, ...]] = {}
 
@@ -66,7 +71,9 @@ class PrefillPeers:
             for sender in peers_of_receiver(self._layout, self._rank, self._ranks, senders):
                 pair = RankPair(sender, senders, self._rank, self._ranks)
                 address = command.addresses[sender]
-                peers.append(PrefillPeer(address, self._layout, self._incarnation, self._staging, self._group, pair))
+                peers.append(
+                    self._make_peer(address, self._layout, self._incarnation, self._staging, self._group, pair)
+                )
                 _shake_hands(peers[-1], command.incarnation)
         except PeerRefused:
             for peer in peers:

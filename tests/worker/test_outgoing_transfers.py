@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from itertools import pairwise
 
@@ -52,6 +53,7 @@ class Sender:
         ranks: int = 1,
         min_piece_bytes: int = 1 << 20,
         max_piece_bytes: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = EngineConfig(model="", role=Role.PREFILL, block_size=BLOCK)
         self.runner = ScriptedRunner(config, 256, layers=layers or owners(heads(2)))
@@ -61,6 +63,7 @@ class Sender:
             ranks,
             min_piece_bytes=min_piece_bytes,
             max_piece_bytes=max_piece_bytes,
+            clock=clock,
         )
         self._rank, self._ranks = rank, ranks
         self._blocks = 0
@@ -337,10 +340,9 @@ def test_a_stream_whose_transfer_never_comes_is_forgotten_when_it_is_cancelled()
     assert reference() is None
 
 
-def test_a_transfer_whose_stream_never_comes_is_forgotten_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_whose_stream_never_comes_is_forgotten_after_its_time() -> None:
     now = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    sender = Sender(owners(heads(1)))
+    sender = Sender(owners(heads(1)), clock=lambda: now)
     stream = KeptStream()
     for epoch in (1, 2, 3):
         sender.attach(stream if epoch == 2 else KeptStream(), name(epoch))
