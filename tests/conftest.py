@@ -1,6 +1,7 @@
 """Processes that replicas of any test may run in."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,15 +19,33 @@ settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which schedules the simulation runs."""
+    group = parser.getgroup("simulation")
+    group.addoption("--simulation-seed", type=int, help="run only this schedule, and tell its story")
+    group.addoption("--simulation-schedules", type=int, default=20_000, help="how many schedules to run")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What happened in all schedules of the simulation."""
+    total: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        total += Counter(dict(report.user_properties).get("simulation", {}))
+    if schedules := total.pop("schedules", 0):
+        rates = ", ".join(f"{name} {count * 1000 // schedules}" for name, count in sorted(total.items()))
+        terminalreporter.write_line(f"simulation: {schedules} schedules; of 1,000 of them: {rates}")
+
+
 # What runs replicas in processes or in a cluster uses one of these.
 REPLICAS = {"serving", "engine_processes", "rank_pool", "doomed"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that run replicas, and keep a file's tests on one worker."""
+    """Mark tests that run replicas, and keep a file's tests on one worker, unless they say otherwise."""
     for item in items:
         path = item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(path))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(path))
         fixtures = item.fixturenames if isinstance(item, pytest.Function) else ()
         if path.startswith("tests/cluster/system/") or REPLICAS & set(fixtures):
             item.add_marker(pytest.mark.replicas)
