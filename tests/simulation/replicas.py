@@ -30,9 +30,10 @@ from worker.ranks.rank import Rank
 from worker.ranks.team import RankTeam
 from worker.wire import engine_pb2 as wire
 
+SHORTEST_POLL = 0.01
 LONGEST_POLL = 0.25
-"""An engine that can do nothing looks again by then. What the real loop does every few milliseconds is done ever less
-often here, since only time changes."""
+"""An engine that can do nothing looks again after these. What the real loop does every few milliseconds is done ever
+less often here, since only time changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Loop:
         self._inbox: list[Any] = []
         self._next = float("inf")
         self._free_from = 0.0
-        self._poll = 0.002
+        self._poll = SHORTEST_POLL
         self.alive = True
         self.turns = 0
 
@@ -66,7 +67,7 @@ class Loop:
         """From any thread."""
         if self.alive:
             self._inbox.append(event)
-            self._wake(self._time.now + 0.0005)
+            self._wake(self._time.now + 0.001)
 
     def pause(self, seconds: float) -> None:
         """It is stopped, or its step takes that long."""
@@ -94,7 +95,7 @@ class Loop:
         worked = self._engine.step(now)
         if worked:
             self._free_from = now + self._step_seconds * self._random.uniform(0.5, 1.5)
-        self._poll = 0.002 if worked or events else min(LONGEST_POLL, self._poll * 2)
+        self._poll = SHORTEST_POLL if worked or events else min(LONGEST_POLL, self._poll * 2)
         if self._engine.idle:
             self._rest()
         else:

@@ -12,7 +12,7 @@ from worker.kv_cache.groups import longest_sequence
 from worker.sampling_params import SamplingParams
 
 TRANSFER_TIMEOUT = 2.0
-PATIENCE = 60.0
+PATIENCE = 40.0
 """Seconds within which everything can be answered, whatever a schedule does."""
 
 
@@ -167,7 +167,7 @@ def _questions(random: Random, longest: int, rough: bool) -> tuple[Question, ...
         length = min(length, longest - 1)
         shared = random.randint(0, length)
         prompt = random.choice(stems)[:shared] + [random.randrange(VOCAB_SIZE) for _ in range(length - shared)]
-        sampled = random.random() < 0.3
+        sampled = random.random() < 0.2
         questions.append(
             Question(
                 at=random.uniform(0.0, spread),

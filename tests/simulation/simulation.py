@@ -12,7 +12,8 @@ from random import Random
 import torch
 
 from tests.simulation.front_end import Asked, End, FrontEnd
-from tests.simulation.network import Network
+from tests.simulation.network import CALM, Network
+from tests.simulation.reference import Reference
 from tests.simulation.replicas import DecodeReplica, PrefillReplica, Replica, start
 from tests.simulation.schedule import (
     PATIENCE,
@@ -26,13 +27,14 @@ from tests.simulation.schedule import (
     Schedule,
     draw_schedule,
 )
-from tests.simulation.shadow_model import Reference
 from tests.simulation.virtual_time import Trace, VirtualTime
 from worker.events import CacheCleared
 
 BOUND = 2.0
 """Seconds after its deadline by which a request must have ended, whatever happens: the longest pause, and what it takes
 to notice that a replica is gone."""
+PROMPT = 2.0
+"""Seconds in which a request ends where nothing goes wrong."""
 MOST_EVENTS = 100_000
 TOLD_SECONDS = 0.3
 """By then everybody knows what the directory knows."""
@@ -96,14 +98,18 @@ class _Cluster:
 
     def _require_fewest_bytes(self) -> None:
         """Where nothing went wrong, exactly what had to move has moved."""
-        disturbances = ("kill", "breakstep", "cutstreams", "cutsession", "aborted", "timeout", "retransmitted_bytes")
+        disturbances = ("kill", "breakstep", "cutstreams", "cutsession", "aborted", "timeout", "refused")
         if not any(self.statistics[name] for name in (*disturbances, "transfers_failed")):
-            assert self.statistics["payload_bytes"] == self.statistics["lower_bound_bytes"]
+            moved, bound = self.statistics["payload_bytes"], self.statistics["lower_bound_bytes"]
+            assert moved == bound, f"{moved} bytes were received, and {bound} were lacking"
             self.statistics["undisturbed"] += 1
 
     def _require_patience_was_enough(self) -> None:
+        calm = self.schedule.faults == CALM and not self.schedule.incidents
         for request, question in zip(self.front_end.requests, self.schedule.questions, strict=True):
             assert request.end is not End.TIMEOUT or question.timeout < PATIENCE, f"{request.name} took too long"
+            taken = request.ended - question.at
+            assert taken < PROMPT or not calm, f"nothing went wrong, and {request.name} took {taken:.3f} s"
 
     def _start(self, index: int) -> None:
         plan = self.schedule.replicas[index]
