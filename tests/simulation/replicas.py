@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from cluster.router import PrefillRouter
-from kv_transfer.prefill_server import RankStream
+from kv_transfer.outgoing_stream import OutgoingStream
+from kv_transfer.prefill_server import RankStream, TransferName
 from kv_transfer.staging import StagingBudget
 from kv_transfer.transfer import PieceArrived, TransferEnded
 from tests.simulation.network import Caller, Endpoint, Network, SimulatedPeer
@@ -221,6 +222,7 @@ class DecodeReplica:
             for rank, each in enumerate(runners)
         ]
         self._followers = SimulatedFollowers(made[1:], network, runner)
+        self._ranks = made
         self._followers.peers = peers[1:]
         leader = made[0]
         team = RankTeam(leader, None, peers[0]) if ranks == 1 else _Team(leader, self._followers, peers[0])
@@ -257,6 +259,10 @@ class DecodeReplica:
             if endpoint.rank == 0 and endpoint.incarnation in self._known
         )
         assert credit.streams == granted, f"{credit.streams} streams of {granted} are left to {self.incarnation}"
+        links = self.connector._links.values()
+        assert all(link.outstanding_tokens == 0 for link in links), "a transfer that is over still counts"
+        assert not self.engine._requests, f"{self.incarnation} remembers {list(self.engine._requests)}"
+        assert all(rank.incoming is not None and not rank.incoming._live for rank in self._ranks), "a manifest is left"
 
     def status(self) -> wire.StatusReply:
         return self.engine.status()
@@ -314,6 +320,12 @@ class PrefillReplica:
         """With no prompt left it holds no block, and nothing that it would still send."""
         assert self.engine.idle, f"{self.incarnation} still has prompts: {self.engine.load()}"
         self.cache.require_rest()
+        assert not self.engine._jobs, f"{self.incarnation} remembers {list(self.engine._jobs)}"
+        for rank in self._ranks:
+            assert rank.outgoing is not None
+            # Whatever was not taken is forgotten after its time, with the next stream that comes.
+            rank.outgoing.attach(RankStream(TransferName("", "", 0), 0, OutgoingStream()))
+            assert not rank.outgoing.backlogged(-1), "a transfer that is over is still open"
 
     def status(self) -> wire.StatusReply:
         return self.engine.status()

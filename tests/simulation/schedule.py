@@ -103,9 +103,11 @@ def draw_schedule(seed: int) -> Schedule:
     longest = len(prefix_tokens) + random.choice((12, 16, 20))
     # Some prefill replicas take shorter prompts than decode replicas do.
     shorter = longest - 4 if random.random() < 0.1 else longest
-    decoding = [_replica(random, family, Role.DECODE, longest, prefix_tokens) for _ in range(random.choice((1, 1, 2)))]
+    decoding = [
+        _replica(random, family, Role.DECODE, longest, prefix_tokens) for _ in range(random.choice((1, 1, 1, 2, 2, 3)))
+    ]
     prefilling = [
-        _replica(random, family, Role.PREFILL, shorter, prefix_tokens) for _ in range(random.choice((1, 1, 2)))
+        _replica(random, family, Role.PREFILL, shorter, prefix_tokens) for _ in range(random.choice((1, 1, 1, 2, 2, 3)))
     ]
     replicas = (*decoding, *prefilling)
     rough = random.random() < 0.7
@@ -160,7 +162,7 @@ def _questions(random: Random, longest: int, rough: bool) -> tuple[Question, ...
     salts = random.choice((("",), ("", "a")))
     spread = random.choice((0.0, 0.02, 0.2))
     questions = []
-    for _ in range(random.randint(2, 6)):
+    for _ in range(random.randint(2, 5) if random.random() < 0.95 else random.randint(8, 16)):
         answer = random.randint(1, 7)
         # A few are cut off by the longest sequence.
         length = random.randint(1, longest - (answer if random.random() < 0.9 else 1))
