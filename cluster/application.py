@@ -23,6 +23,7 @@ from cluster.front_end import FrontEndConfig, chat_template
 from cluster.inspect_model import ModelSummary, inspect_model, require_servable
 from cluster.lifeline import Lifeline, stop_application
 from cluster.model_store import resolve_model
+from cluster.openai.api_keys import ApiKey
 from cluster.openai.limits import ModelCard
 from cluster.text.tokenizer import TokenizerConfig
 from worker.dtype import DTYPES, choose_device, choose_dtype
@@ -169,6 +170,9 @@ def _application(
         ),
         directory=APPLICATION,
         needs_prefill=config.mode is Mode.DISAGGREGATED,
+        api_keys=() if config.api_key is None else (ApiKey.of(config.api_key.get_secret_value()),),
+        api_key_file=config.api_key_file,
+        prefix_cache_per_key=config.prefix_cache_per_key,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

@@ -32,6 +32,14 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 BaseUrl = Annotated[str, typer.Option("--base-url", help="Where the server answers, without /v1.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar=["CROSSKV_API_KEY", "OPENAI_API_KEY"],
+        help="The server's API key. A variable is safer: others can read command lines.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LOCAL_SERVER = "http://127.0.0.1:8000"
 
@@ -61,6 +69,7 @@ def serve(
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask this one question. Default: a conversation.")] = None,
     base_url: BaseUrl = _LOCAL_SERVER,
+    api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Default: the first that the server offers.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
@@ -71,7 +80,7 @@ def chat(
     from cluster.chat import Conversation, converse  # noqa: PLC0415
     from cluster.client import ApiClient  # noqa: PLC0415
 
-    with ApiClient(base_url) as client:
+    with ApiClient(base_url, api_key) as client:
         conversation = Conversation(
             client,
             model or client.model_name(),
@@ -90,6 +99,7 @@ def chat(
 @app.command()
 def status(
     base_url: BaseUrl = _LOCAL_SERVER,
+    api_key: ApiKey = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -99,7 +109,7 @@ def status(
 
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
-    with ApiClient(base_url) as client:
+    with ApiClient(base_url, api_key) as client:
         if watch:
             watch_status(client.status, base_url, Console())
         elif as_json:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cluster.errors import CrosskvError
@@ -21,6 +21,8 @@ from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 
 ENVIRONMENT_PREFIX = "CROSSKV_"
+SECRETS = frozenset({"api_key"})
+"""Fields that are no flags, because everybody on a machine can read a command line."""
 
 
 class ConfigError(CrosskvError):
@@ -43,6 +45,8 @@ class Placement(StrEnum):
 
 class ClusterConfig(BaseSettings):
     """Every field is a flag (``--block-size``), a YAML key (``block_size``) and a variable (``CROSSKV_BLOCK_SIZE``).
+
+    Only ``SECRETS`` are no flags.
 
     ``load`` applies the order flag, environment, YAML, default. The constructor knows no YAML file; its keyword
     arguments come before the environment.
@@ -70,6 +74,17 @@ class ClusterConfig(BaseSettings):
         None, ge=1, le=64, description="The same for prefill replicas alone. Default: --tensor-parallel-size."
     )
     host: str = Field("127.0.0.1", min_length=1, description="Address that the API listens on.")
+    api_key_file: Path | None = Field(
+        None,
+        description="File of the API keys that requests must have, one name:key or key a line. It is read again when "
+        "it changes.",
+    )
+    api_key: SecretStr | None = Field(
+        None, min_length=1, description="One more API key. Default: everybody may use the API."
+    )
+    prefix_cache_per_key: bool = Field(
+        False, description="Never reuse KV of one API key's prompts for another's, as if each had a cache_salt."
+    )
     port: int = Field(8000, ge=1, le=65535, description="Port that the API listens on.")
     advertised_host: str = Field(
         "auto",
@@ -147,6 +162,12 @@ class ClusterConfig(BaseSettings):
             raise ValueError("is an address; set enableServiceLinks: false on the pod or rename the Service")
         return port
 
+    @field_validator("api_key_file")
+    @classmethod
+    def _absolute(cls, file: Path | None) -> Path | None:
+        """Processes that read it later have other working directories."""
+        return None if file is None else file.expanduser().absolute()
+
     @field_validator("kv_sharing")
     @classmethod
     def _sharing_rule(cls, rule: str) -> str:
@@ -197,7 +218,8 @@ class ClusterConfig(BaseSettings):
                 else:
                     origin = f"{name} in {config_file}"
                 reason = problem["msg"].removeprefix("Value error, ")
-                lines.append(f"{origin} = {problem['input']!r}: {reason[:1].lower()}{reason[1:]}")
+                value = "(not shown)" if name in SECRETS else repr(problem["input"])
+                lines.append(f"{origin} = {value}: {reason[:1].lower()}{reason[1:]}")
             raise ConfigError("; ".join(lines)) from None
 
     @classmethod
@@ -221,6 +243,10 @@ class ClusterConfig(BaseSettings):
     def replace(self, **changes: object) -> Self:
         """Return a copy with some fields changed and everything validated again."""
         return type(self)(**(self.model_dump() | changes))
+
+    def unguarded(self) -> Self:
+        """Return a copy for a cluster that a command starts for itself and asks by itself: without API keys."""
+        return self.replace(api_key=None, api_key_file=None)
 
     def engine_config(self, role: Role, model_path: str) -> EngineConfig:
         """Return what one engine of this cluster is told. ``model_path`` is where the model's files lie."""

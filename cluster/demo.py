@@ -81,7 +81,8 @@ def _demo_config(model: str) -> ClusterConfig:
     """Return a small cluster. The prefix cache is off so that both layouts compute and send the whole prompt."""
     config = ClusterConfig.load(model=model, prefix_caching=False, local_prefill_threshold=0)
     defaults: dict[str, object] = {"port": free_port(config.host), "kv_cache_memory": "256MiB"}
-    return config.replace(**{name: value for name, value in defaults.items() if name not in config.model_fields_set})
+    changes = {name: value for name, value in defaults.items() if name not in config.model_fields_set}
+    return config.replace(**changes).unguarded()
 
 
 def _ask(base_url: str, layout: ModelSummary, question: str, console: Console, steps: Steps) -> LayoutResult:

@@ -9,12 +9,14 @@ import logging
 import socket
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cluster.directory import DirectoryClient
 from cluster.model_store import resolve_model
+from cluster.openai.api_keys import ApiKey, ApiKeys
 from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.replica_set import ReplicaSet
@@ -32,7 +34,7 @@ BACKLOG = 2048
 class FrontEndConfig:
     """What a front end is told. ``source`` is the model argument, resolved on the front end's own machine.
 
-    ``directory`` names the replica directory's namespace.
+    ``directory`` names the replica directory's namespace. ``api_keys`` are in force beside those of ``api_key_file``.
     """
 
     host: str
@@ -41,6 +43,9 @@ class FrontEndConfig:
     model: ModelCard
     directory: str
     needs_prefill: bool
+    api_keys: tuple[ApiKey, ...] = ()
+    api_key_file: Path | None = None
+    prefix_cache_per_key: bool = False
 
 
 class FrontEnd:
@@ -50,6 +55,7 @@ class FrontEnd:
         self._config = config
         self._tokenizer = Tokenizer.from_directory(resolve_model(config.source).tokenizer)
         self._chat_template = chat_template(self._tokenizer.config)
+        self._api_keys = ApiKeys(config.api_keys, config.api_key_file)
         self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
@@ -78,6 +84,8 @@ class FrontEnd:
             model=config.model,
             limits=ApiLimits(),
             metrics=CollectorRegistry(),
+            api_keys=self._api_keys,
+            prefix_cache_per_key=config.prefix_cache_per_key,
         )
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -15,7 +15,7 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from cluster.config import ClusterConfig, flag_of
+from cluster.config import SECRETS, ClusterConfig, flag_of
 
 _CONFIG_FILE = "config_file"
 
@@ -27,7 +27,7 @@ def with_cluster_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = {name: field for name, field in ClusterConfig.model_fields.items() if name not in without}
+        fields = {name: field for name, field in ClusterConfig.model_fields.items() if name not in {*without, *SECRETS}}
 
         @functools.wraps(command)
         def load_and_run(**arguments: Any) -> None:

@@ -158,7 +158,9 @@ def serve(
     ] = None,
     vocabulary: Annotated[int, typer.Option(min=2, help="Random token ids are below this.")] = 32000,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for the full output length (an extension of the API).")] = True,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=["CROSSKV_API_KEY", "OPENAI_API_KEY"], help="The server's API key.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without an answer.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Prompts and arrivals are the same for the same seed.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,

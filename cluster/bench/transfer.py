@@ -159,7 +159,7 @@ class TransferPlan:
                 prefill_tensor_parallel_size=ranks.prefill,
                 tensor_parallel_size=ranks.decode,
             )
-            deployments.append(Deployment(sharing, transport, ranks, split.replace(transport=transport)))
+            deployments.append(Deployment(sharing, transport, ranks, split.replace(transport=transport).unguarded()))
         return tuple(deployments)
 
 

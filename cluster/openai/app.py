@@ -17,6 +17,8 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from cluster.engine_client import EngineClient, EngineError
+from cluster.openai.api_keys import ApiKeys
+from cluster.openai.authentication import Authentication
 from cluster.openai.chat_completions import ChatCompletions
 from cluster.openai.completions import Completions
 from cluster.openai.errors import ApiError, from_engine, from_status
@@ -45,10 +47,15 @@ def build_app(
     model: ModelCard,
     limits: ApiLimits,
     metrics: CollectorRegistry,
+    api_keys: ApiKeys | None = None,
+    prefix_cache_per_key: bool = False,
 ) -> FastAPI:
-    """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers."""
+    """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers.
+
+    Without ``api_keys`` everybody may use it. With ``prefix_cache_per_key`` each caller has cached prefixes of its own.
+    """
     prompts = PromptEncoder(tokenizer, chat_template, model, limits)
-    serving = Serving(engine, tokenizer, prompts, model, limits, FrontEndMetrics(metrics))
+    serving = Serving(engine, tokenizer, prompts, model, limits, FrontEndMetrics(metrics), prefix_cache_per_key)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -56,6 +63,7 @@ def build_app(
         prompts.close()
 
     app = FastAPI(title="crosskv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Authentication, keys=api_keys or ApiKeys())
     _add_error_handlers(app)
     _add_generation(app, serving)
     _add_models(app, model)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cluster.openai.api_keys import Caller
 from cluster.openai.choice import Delta
 from cluster.openai.event_stream import DONE, ChunkWriter
 from cluster.openai.exchange import Answer, parse
@@ -25,7 +26,7 @@ class ChatCompletions:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def handle(self, data: bytes) -> Answer:
+    async def handle(self, data: bytes, caller: Caller) -> Answer:
         """Validate, render, submit; return the whole answer or its events."""
         serving = self._serving
         body = parse(ChatCompletionBody, data)
@@ -48,7 +49,7 @@ class ChatCompletions:
             requested, None, sampling.min_tokens, len(prompt.token_ids), serving.model, param
         )
         response = _ChatResponse(f"chatcmpl-{uuid.uuid4().hex}", body, serving, prompt)
-        generation = serving.generation(body, response.response_id, [prompt], [sampling])
+        generation = serving.generation(body, caller, response.response_id, [prompt], [sampling])
         return response.events(generation) if body.stream else await response.whole(generation)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cluster.openai.api_keys import Caller
 from cluster.openai.choice import Delta
 from cluster.openai.errors import invalid, not_supported
 from cluster.openai.event_stream import DONE, ChunkWriter
@@ -32,7 +33,7 @@ class Completions:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def handle(self, data: bytes) -> Answer:
+    async def handle(self, data: bytes, caller: Caller) -> Answer:
         """Validate, tokenize, submit; return the whole answer or its events."""
         serving = self._serving
         body = parse(CompletionBody, data)
@@ -49,7 +50,7 @@ class Completions:
             )
         samplings = [self._sized(body, sampling, prompt) for prompt in prompts]
         response = _CompletionResponse(f"cmpl-{uuid.uuid4().hex}", body, serving, prompts)
-        generation = serving.generation(body, response.response_id, prompts, samplings)
+        generation = serving.generation(body, caller, response.response_id, prompts, samplings)
         return response.events(generation) if body.stream else await response.whole(generation)
 
     def _check(self, body: CompletionBody) -> None:

@@ -13,6 +13,7 @@ from worker.wire import engine_pb2
 _MAX_MESSAGE = 2000
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",

@@ -8,6 +8,8 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from cluster.openai.api_keys import Caller
+from cluster.openai.authentication import caller_of
 from cluster.openai.errors import ApiError, from_validation, invalid
 from cluster.openai.event_stream import EventStream, as_api_error, while_connected
 from cluster.openai.metrics import DISCONNECTED, FrontEndMetrics
@@ -61,7 +63,7 @@ def parse(kind: type[B], body: bytes) -> B:
 
 
 async def generate(
-    request: Request, max_bytes: int, metrics: FrontEndMetrics, handler: Callable[[bytes], Awaitable[Answer]]
+    request: Request, max_bytes: int, metrics: FrontEndMetrics, handler: Callable[[bytes, Caller], Awaitable[Answer]]
 ) -> Response:
     """Answer with what ``handler`` makes of the body: JSON, or the events of a stream."""
     metrics.running.inc()
@@ -71,7 +73,7 @@ async def generate(
         metrics.requests.labels(str(status)).inc()
 
     async def answer(body: bytes) -> Answer:
-        return await handler(body)
+        return await handler(body, caller_of(request))
 
     try:
         body = await read_body(request, max_bytes)

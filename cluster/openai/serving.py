@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.engine_client import EngineClient
+from cluster.openai.api_keys import Caller
 from cluster.openai.generation import Generation, GenerationPlan
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.metrics import FrontEndMetrics
@@ -23,7 +24,7 @@ from worker.wire.engine_pb2 import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The engine, the model's texts, and the limits."""
+    """The engine, the model's texts, and the limits. ``prefix_cache_per_key`` keeps callers' cached prefixes apart."""
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -31,6 +32,7 @@ class Serving:
     model: ModelCard
     limits: ApiLimits
     metrics: FrontEndMetrics
+    prefix_cache_per_key: bool = False
 
     def check(self, body: GenerationBody) -> None:
         """Refuse what can be refused without looking at the prompt, cheapest first."""
@@ -49,7 +51,12 @@ class Serving:
         return sampling
 
     def generation(
-        self, body: GenerationBody, request_id: str, prompts: Sequence[Prompt], samplings: Sequence[Sampling]
+        self,
+        body: GenerationBody,
+        caller: Caller,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        samplings: Sequence[Sampling],
     ) -> Generation:
         """Return the generation of a request that has been validated; nothing is sent before it is iterated."""
         plan = GenerationPlan(
@@ -59,7 +66,12 @@ class Serving:
             choices=choices_of(body, self.limits),
             stop_rule=stop_rule_of(body, self.limits),
             skip_special_tokens=body.skip_special_tokens is not False,
-            cache_salt=body.cache_salt or "",
+            cache_salt=self.cache_salt(body.cache_salt or "", caller),
             timeout_ms=timeout_ms_of(body, self.limits),
         )
         return Generation(plan, self.engine, self.tokenizer, self.model.eos_token_ids, self.metrics)
+
+    def cache_salt(self, wanted: str, caller: Caller) -> str:
+        """Return the salt of a request's prefixes: requests with different ones never see each other's."""
+        # A name has no colon.
+        return f"{caller.name}:{wanted}" if self.prefix_cache_per_key else wanted

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from cluster.config import ClusterConfig, ConfigError, Mode, flag_of
 from worker.config import EngineConfig, Role
@@ -27,6 +27,15 @@ def write_yaml(tmp_path: Path, **content: Any) -> Path:
     return path
 
 
+def written(value: Any) -> Any:
+    match value:
+        case SecretStr():
+            return value.get_secret_value()
+        case Path():
+            return str(value)
+    return value
+
+
 # For each field two valid values that differ from each other and from the default.
 OTHERS: dict[str, tuple[Any, Any]] = {
     "model": ("a", "b"),
@@ -34,6 +43,9 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "mode": ("colocated", "colocated"),
     "prefill_replicas": (2, 3),
     "decode_replicas": (2, 3),
+    "api_key_file": (Path("/a/keys"), Path("/b/keys")),
+    "api_key": (SecretStr("a"), SecretStr("b")),
+    "prefix_cache_per_key": (True, True),
     "host": ("0.0.0.0", "::1"),
     "port": (9001, 9002),
     "advertised_host": ("10.0.0.1", "10.0.0.2"),
@@ -76,9 +88,9 @@ def test_flag_before_environment_before_yaml_before_default(
         default = ClusterConfig.model_fields[name].default
         assert getattr(ClusterConfig.load(**base), name) == default
         assert first != default
-    path = write_yaml(tmp_path, **{name: first})
+    path = write_yaml(tmp_path, **{name: written(first)})
     assert getattr(ClusterConfig.load(path, **base), name) == first
-    monkeypatch.setenv(f"CROSSKV_{name.upper()}", str(second))
+    monkeypatch.setenv(f"CROSSKV_{name.upper()}", str(written(second)))
     assert getattr(ClusterConfig.load(path, **base), name) == second
     assert getattr(ClusterConfig.load(path, **(base | {name: first})), name) == first
 

@@ -8,6 +8,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from cluster.openai.api_keys import ApiKeys
 from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.text.chat_template import ChatTemplate
@@ -35,7 +36,15 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
 
 @pytest.fixture
 def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
-    def make(engine: ScriptedEngine, *, chat: bool = True, limits: ApiLimits | None = None, **model: int) -> FastAPI:
+    def make(
+        engine: ScriptedEngine,
+        *,
+        chat: bool = True,
+        limits: ApiLimits | None = None,
+        api_keys: ApiKeys | None = None,
+        prefix_cache_per_key: bool = False,
+        **model: int,
+    ) -> FastAPI:
         template = ChatTemplate(tokenizer.config.chat_template or "", tokenizer.config.special_tokens) if chat else None
         return build_app(
             engine=engine,
@@ -44,6 +53,8 @@ def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
             model=replace(MODEL, **model),
             limits=limits or ApiLimits(),
             metrics=CollectorRegistry(),
+            api_keys=api_keys,
+            prefix_cache_per_key=prefix_cache_per_key,
         )
 
     return make
