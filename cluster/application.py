@@ -6,6 +6,7 @@ A Serve config names ``build`` instead: then Serve deploys the same application,
 
 import logging
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from cluster.model_store import resolve_model
 from cluster.openai.api_keys import ApiKey
 from cluster.openai.limits import ModelCard
 from cluster.text.tokenizer import TokenizerConfig
+from cluster.tls import client_context
 from worker.dtype import DTYPES, choose_device, choose_dtype
 
 APPLICATION = "crosskv"
@@ -62,17 +64,21 @@ class RunningCluster:
     def deploy(self, config: ClusterConfig) -> None:
         """Deploy ``config`` and wait until it can answer."""
         # The front end listens where this process runs, which is where its user looks for it.
+        if config.tls is not None:
+            config.tls.server_context()
         own = ray.get_runtime_context().get_node_id()
         here = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
         application, self._summary = _application(config, {f"node:{here}": 0.001})
-        self.base_url = f"http://{_reachable(config.host)}:{config.port}"
+        scheme = "http" if config.tls is None else "https"
+        self.base_url = f"{scheme}://{_reachable(config.host)}:{config.port}"
+        trusted = config.tls.own_context() if config.tls is not None else client_context(None)
         self._progress("starting replicas")
         try:
             serve.run(application, name=APPLICATION, route_prefix=None)
         except RuntimeError as error:
             raise ClusterStartError(f"the replicas did not start: {error}") from error
         self._progress("waiting for an answer")
-        self._wait_until_ready()
+        self._wait_until_ready(trusted)
 
     def redeploy(self, config: ClusterConfig) -> None:
         """Replace the application by another layout on the same Ray cluster."""
@@ -91,11 +97,11 @@ class RunningCluster:
         serve.delete(APPLICATION)
         stop_directory(APPLICATION)
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, trusted: ssl.SSLContext) -> None:
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.base_url}/health", timeout=2.0).status_code == httpx.codes.OK:
+                if httpx.get(f"{self.base_url}/health", timeout=2.0, verify=trusted).status_code == httpx.codes.OK:
                     return
             except httpx.TransportError:
                 pass
@@ -173,6 +179,7 @@ def _application(
         api_keys=() if config.api_key is None else (ApiKey.of(config.api_key.get_secret_value()),),
         api_key_file=config.api_key_file,
         prefix_cache_per_key=config.prefix_cache_per_key,
+        tls=config.tls,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

@@ -40,6 +40,7 @@ ApiKey = Annotated[
         help="The server's API key. A variable is safer: others can read command lines.",
     ),
 ]
+Ca = Annotated[Path | None, typer.Option("--ca", help="PEM file of whom to trust with https. Default: the system's.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LOCAL_SERVER = "http://127.0.0.1:8000"
 
@@ -70,6 +71,7 @@ def chat(
     question: Annotated[str | None, typer.Argument(help="Ask this one question. Default: a conversation.")] = None,
     base_url: BaseUrl = _LOCAL_SERVER,
     api_key: ApiKey = None,
+    ca: Ca = None,
     model: Annotated[str | None, typer.Option(help="Default: the first that the server offers.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
@@ -80,7 +82,7 @@ def chat(
     from cluster.chat import Conversation, converse  # noqa: PLC0415
     from cluster.client import ApiClient  # noqa: PLC0415
 
-    with ApiClient(base_url, api_key) as client:
+    with ApiClient(base_url, api_key, ca=ca) as client:
         conversation = Conversation(
             client,
             model or client.model_name(),
@@ -100,6 +102,7 @@ def chat(
 def status(
     base_url: BaseUrl = _LOCAL_SERVER,
     api_key: ApiKey = None,
+    ca: Ca = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -109,7 +112,7 @@ def status(
 
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
-    with ApiClient(base_url, api_key) as client:
+    with ApiClient(base_url, api_key, ca=ca) as client:
         if watch:
             watch_status(client.status, base_url, Console())
         elif as_json:

@@ -7,6 +7,7 @@ do, except for ``status``, which only crosskv has.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Self
 
 import httpx
@@ -14,6 +15,7 @@ from google.protobuf import json_format
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cluster.errors import CrosskvError
+from cluster.tls import client_context
 from worker.wire.engine_pb2 import StatusReply
 
 
@@ -110,13 +112,20 @@ def event_data(lines: Iterator[str]) -> Iterator[str]:
 class ApiClient:
     """A connection to one server. Errors of transport and of the server are ``ApiError``s that name the server."""
 
-    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self, base_url: str, api_key: str | None = None, timeout: float = 600.0, ca: Path | None = None
+    ) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # OpenAI's clients want /v1 at the end, so people type it here as well.
         base_url = base_url.rstrip("/").removesuffix("/v1")
         self._base_url = base_url
         try:
-            self._http = httpx.Client(base_url=base_url, headers=headers, timeout=httpx.Timeout(timeout, connect=10.0))
+            self._http = httpx.Client(
+                base_url=base_url,
+                headers=headers,
+                timeout=httpx.Timeout(timeout, connect=10.0),
+                verify=client_context(ca),
+            )
         except httpx.InvalidURL as error:
             raise ApiError(f"{base_url} is not a URL: {error}") from None
 
@@ -203,6 +212,10 @@ class ApiClient:
         return response.text
 
     def _unreachable(self, error: httpx.HTTPError) -> ApiError:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return ApiError(
+                f"{self._base_url}: its certificate is not to be trusted ({error}); name its issuer with --ca"
+            )
         if isinstance(error, httpx.ConnectError):
             return ApiError(f"no server answers at {self._base_url}; start one with crosskv serve, or set --base-url")
         return ApiError(f"{self._base_url}: {type(error).__name__}: {error}")

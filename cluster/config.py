@@ -17,6 +17,7 @@ from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, f
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cluster.errors import CrosskvError
+from cluster.tls import TlsFiles
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 
@@ -82,6 +83,10 @@ class ClusterConfig(BaseSettings):
     api_key: SecretStr | None = Field(
         None, min_length=1, description="One more API key. Default: everybody may use the API."
     )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with the API's certificate, intermediate ones behind it. Default: plain HTTP."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's private key, without a password.")
     prefix_cache_per_key: bool = Field(
         False, description="Never reuse KV of one API key's prompts for another's, as if each had a cache_salt."
     )
@@ -162,7 +167,7 @@ class ClusterConfig(BaseSettings):
             raise ValueError("is an address; set enableServiceLinks: false on the pod or rename the Service")
         return port
 
-    @field_validator("api_key_file")
+    @field_validator("api_key_file", "tls_certificate", "tls_key")
     @classmethod
     def _absolute(cls, file: Path | None) -> Path | None:
         """Processes that read it later have other working directories."""
@@ -245,8 +250,8 @@ class ClusterConfig(BaseSettings):
         return type(self)(**(self.model_dump() | changes))
 
     def unguarded(self) -> Self:
-        """Return a copy for a cluster that a command starts for itself and asks by itself: without API keys."""
-        return self.replace(api_key=None, api_key_file=None)
+        """Return a copy for a cluster that a command starts for itself and asks by itself: without API keys and TLS."""
+        return self.replace(api_key=None, api_key_file=None, tls_certificate=None, tls_key=None)
 
     def engine_config(self, role: Role, model_path: str) -> EngineConfig:
         """Return what one engine of this cluster is told. ``model_path`` is where the model's files lie."""
@@ -280,6 +285,15 @@ class ClusterConfig(BaseSettings):
         if role is Role.PREFILL and self.prefill_tensor_parallel_size is not None:
             return self.prefill_tensor_parallel_size
         return self.tensor_parallel_size
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """What the API's connections are encrypted with, if they are. Raises ``ConfigError`` for half of it."""
+        if self.tls_certificate is None and self.tls_key is None:
+            return None
+        if self.tls_certificate is None or self.tls_key is None:
+            raise ConfigError("--tls-certificate and --tls-key need each other; only one of them is given")
+        return TlsFiles(self.tls_certificate, self.tls_key)
 
     @property
     def replicas(self) -> dict[Role, int]:

@@ -15,6 +15,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cluster.directory import DirectoryClient
+from cluster.http_server import http_server
 from cluster.model_store import resolve_model
 from cluster.openai.api_keys import ApiKey, ApiKeys
 from cluster.openai.app import build_app
@@ -22,6 +23,7 @@ from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.replica_set import ReplicaSet
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer, TokenizerConfig
+from cluster.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class FrontEndConfig:
     api_keys: tuple[ApiKey, ...] = ()
     api_key_file: Path | None = None
     prefix_cache_per_key: bool = False
+    tls: TlsFiles | None = None
 
 
 class FrontEnd:
@@ -56,6 +59,7 @@ class FrontEnd:
         self._tokenizer = Tokenizer.from_directory(resolve_model(config.source).tokenizer)
         self._chat_template = chat_template(self._tokenizer.config)
         self._api_keys = ApiKeys(config.api_keys, config.api_key_file)
+        self._tls = None if config.tls is None else config.tls.server_context()
         self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
@@ -87,16 +91,7 @@ class FrontEnd:
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
         )
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                # Its default would take the log handlers of everything else in this process down, Serve's included.
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=int(STOP_SECONDS),
-            )
-        )
+        self._server = http_server(app, self._tls, STOP_SECONDS)
         try:
             # Until something can be answered, a client should see that nobody listens, not an error.
             while not (self._replicas.ready() or self._server.should_exit):  # noqa: ASYNC110 (readiness has no event)

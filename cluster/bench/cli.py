@@ -161,6 +161,7 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar=["CROSSKV_API_KEY", "OPENAI_API_KEY"], help="The server's API key.")
     ] = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file of whom to trust. Default: the system's.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without an answer.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Prompts and arrivals are the same for the same seed.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
@@ -181,9 +182,9 @@ def serve(
         if prompt_file is None
         else prompts_from_file(prompt_file, num_prompts + 1)
     )
-    with ApiClient(base_url, api_key) as client:
+    with ApiClient(base_url, api_key, ca=ca) as client:
         model = model or client.model_name()
-    target = Target(base_url, model, api_key, timeout, {"ignore_eos": True} if ignore_eos else {})
+    target = Target(base_url, model, api_key, timeout, {"ignore_eos": True} if ignore_eos else {}, ca)
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

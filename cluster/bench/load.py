@@ -11,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from cluster.client import ApiFailure, TransferUsage, Usage, error_message
+from cluster.tls import client_context
 
 Prompt = str | tuple[int, ...]
 
@@ -30,6 +32,7 @@ class Target:
     api_key: str | None = None
     timeout: float = 600.0
     parameters: Mapping[str, object] = field(default_factory=dict)
+    ca: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,11 @@ async def run_load(
     headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
-        base_url=target.base_url, headers=headers, limits=limits, timeout=target.timeout
+        base_url=target.base_url,
+        headers=headers,
+        limits=limits,
+        timeout=target.timeout,
+        verify=client_context(target.ca),
     ) as client:
 
         async def send(index: int, due: float) -> None:

@@ -45,6 +45,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "decode_replicas": (2, 3),
     "api_key_file": (Path("/a/keys"), Path("/b/keys")),
     "api_key": (SecretStr("a"), SecretStr("b")),
+    "tls_certificate": (Path("/a/certificate"), Path("/b/certificate")),
+    "tls_key": (Path("/a/key"), Path("/b/key")),
     "prefix_cache_per_key": (True, True),
     "host": ("0.0.0.0", "::1"),
     "port": (9001, 9002),
