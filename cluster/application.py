@@ -180,6 +180,8 @@ def _application(
         api_key_file=config.api_key_file,
         prefix_cache_per_key=config.prefix_cache_per_key,
         tls=config.tls,
+        token=config.token,
+        cluster_token_file=config.cluster_token_file,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

@@ -18,11 +18,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from cluster.errors import CrosskvError
 from cluster.tls import TlsFiles
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 
 ENVIRONMENT_PREFIX = "CROSSKV_"
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "cluster_token"})
 """Fields that are no flags, because everybody on a machine can read a command line."""
 
 
@@ -144,6 +145,12 @@ class ClusterConfig(BaseSettings):
     transfer_timeout: float = Field(
         120.0, gt=0, le=86400, description="Seconds that one prefill and transfer may take."
     )
+    cluster_token_file: Path | None = Field(
+        None,
+        description="File of the secret by which replicas and front ends know each other, on each of their machines. "
+        "Default: a new one with every start.",
+    )
+    cluster_token: SecretStr | None = Field(None, description="The same secret itself.")
     ray_address: str | None = Field(
         None, description="Ray cluster to join (auto: the one on this machine). Default: start one and stop it again."
     )
@@ -167,7 +174,14 @@ class ClusterConfig(BaseSettings):
             raise ValueError("is an address; set enableServiceLinks: false on the pod or rename the Service")
         return port
 
-    @field_validator("api_key_file", "tls_certificate", "tls_key")
+    @field_validator("cluster_token")
+    @classmethod
+    def _usable_token(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None:
+            ClusterToken(token.get_secret_value())
+        return token
+
+    @field_validator("api_key_file", "tls_certificate", "tls_key", "cluster_token_file")
     @classmethod
     def _absolute(cls, file: Path | None) -> Path | None:
         """Processes that read it later have other working directories."""
@@ -278,6 +292,7 @@ class ClusterConfig(BaseSettings):
             threads=self.threads,
             advertised_host=self.advertised_host,
             tensor_parallel_size=self.ranks_of(role),
+            cluster_token_file=self.cluster_token_file,
         )
 
     def ranks_of(self, role: Role) -> int:
@@ -285,6 +300,15 @@ class ClusterConfig(BaseSettings):
         if role is Role.PREFILL and self.prefill_tensor_parallel_size is not None:
             return self.prefill_tensor_parallel_size
         return self.tensor_parallel_size
+
+    @property
+    def token(self) -> ClusterToken | None:
+        """What replicas and front ends know each other by: as configured, or new; None if it is in a file."""
+        if self.cluster_token_file is not None:
+            if self.cluster_token is not None:
+                raise ConfigError("--cluster-token-file and CROSSKV_CLUSTER_TOKEN are both given; give one of them")
+            return None
+        return ClusterToken.new() if self.cluster_token is None else ClusterToken(self.cluster_token.get_secret_value())
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from cluster.engine_client import EngineUnavailable
+from kv_transfer.cluster_token import ClusterToken, metadata_of
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2_grpc
 from worker.wire.engine_pb2 import Abort, ClientMessage, EngineMessage, Load, Output, StatusReply, StatusRequest, Submit
@@ -48,8 +49,9 @@ class Call:
 class DecodeSession:
     """See the module. Everything runs on one event loop."""
 
-    def __init__(self, record: ReplicaRecord) -> None:
+    def __init__(self, record: ReplicaRecord, token: ClusterToken | None = None) -> None:
         self.record = record
+        self._metadata = metadata_of(token)
         self.load = Load()
         self.open_requests = 0
         self._channel = grpc.aio.insecure_channel(record.session_address, options=_OPTIONS)
@@ -82,7 +84,7 @@ class DecodeSession:
 
     async def status(self) -> StatusReply:
         """The replica's own report; raises ``grpc.RpcError``."""
-        reply: StatusReply = await self._stub.Status(StatusRequest(), timeout=STATUS_SECONDS)
+        reply: StatusReply = await self._stub.Status(StatusRequest(), timeout=STATUS_SECONDS, metadata=self._metadata)
         return reply
 
     async def close(self) -> None:
@@ -99,13 +101,15 @@ class DecodeSession:
         reason = "the replica has closed the session"
         try:
             message: EngineMessage
-            async for message in self._stub.Session(self._outgoing(), wait_for_ready=True):
+            async for message in self._stub.Session(self._outgoing(), metadata=self._metadata, wait_for_ready=True):
                 self._connected.set()
                 if message.HasField("load"):
                     self.load = message.load
                 self._deliver(message)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                log.error("%s refuses this front end: %s", self.record.incarnation, error.details())
         finally:
             if self._calls:
                 log.warning("%s: %d requests cut off: %s", self.record.incarnation, len(self._calls), reason)

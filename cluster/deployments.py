@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -129,7 +130,7 @@ def build_application(
     """The whole cluster as one Serve application. ``front_end_resources`` name the nodes that fit the front end."""
     engines = []
     for role, replicas in config.replicas.items():
-        engine = config.engine_config(role, config.model).with_threads(threads)
+        engine = replace(config.engine_config(role, config.model).with_threads(threads), token=front_end.token)
         bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if engine.device.startswith("cuda") else {})
         rank_bundles = [dict(bundle) for _ in range(engine.tensor_parallel_size)]
         if config.placement is Placement.ROLE:

@@ -24,6 +24,7 @@ from cluster.replica_set import ReplicaSet
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer, TokenizerConfig
 from cluster.tls import TlsFiles
+from kv_transfer.cluster_token import ClusterToken, token_here
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class FrontEndConfig:
     api_key_file: Path | None = None
     prefix_cache_per_key: bool = False
     tls: TlsFiles | None = None
+    token: ClusterToken | None = None
+    cluster_token_file: Path | None = None
 
 
 class FrontEnd:
@@ -60,6 +63,7 @@ class FrontEnd:
         self._chat_template = chat_template(self._tokenizer.config)
         self._api_keys = ApiKeys(config.api_keys, config.api_key_file)
         self._tls = None if config.tls is None else config.tls.server_context()
+        self._token = token_here(config.token, config.cluster_token_file)
         self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
@@ -79,7 +83,9 @@ class FrontEnd:
 
     async def _serve(self) -> None:
         config = self._config
-        self._replicas = ReplicaSet(DirectoryClient(config.directory).live, needs_prefill=config.needs_prefill)
+        self._replicas = ReplicaSet(
+            DirectoryClient(config.directory).live, needs_prefill=config.needs_prefill, token=self._token
+        )
         self._replicas.start()
         app = build_app(
             engine=self._replicas,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import ray
 
 from cluster.model_store import resolve_model
+from kv_transfer.cluster_token import token_here
 from worker.config import EngineConfig
 
 
@@ -31,8 +32,9 @@ class RankActor:
 
 
 def on_this_machine(config: EngineConfig, model: str) -> EngineConfig:
-    """The settings of a rank that runs here: where the model's files lie, and under which address others reach it."""
+    """The settings of a rank that runs here: the model's files, the address for others, the cluster token's file."""
     host = config.advertised_host
     if host == "auto":
         host = ray.util.get_node_ip_address()
-    return replace(config, model=str(resolve_model(model).weights), advertised_host=host)
+    token = token_here(config.token, config.cluster_token_file)
+    return replace(config, model=str(resolve_model(model).weights), advertised_host=host, token=token)

@@ -37,7 +37,7 @@ class ReplicaActor:
         from worker.replica import new_incarnation  # noqa: PLC0415
 
         ranks, host = self._config.tensor_parallel_size, self._config.advertised_host
-        self._followers = Followers(new_incarnation(self._config.role), ranks, host)
+        self._followers = Followers(new_incarnation(self._config.role), ranks, host, self._config.token)
         return self._followers.incarnation, self._followers.address
 
     async def start(self) -> None:

@@ -12,6 +12,7 @@ import grpc
 from cluster.decode_session import STATUS_SECONDS, DecodeSession
 from cluster.engine_client import EngineUnavailable
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
+from kv_transfer.cluster_token import ClusterToken, metadata_of
 from worker.config import Role
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
@@ -25,11 +26,18 @@ MAX_PLACEMENTS = 3
 
 
 class ReplicaSet:
-    """See the module. ``live`` asks the directory."""
+    """See the module. ``live`` asks the directory. ``token`` is what replicas want to see."""
 
-    def __init__(self, live: Callable[[], Awaitable[Sequence[ReplicaRecord]]], *, needs_prefill: bool) -> None:
+    def __init__(
+        self,
+        live: Callable[[], Awaitable[Sequence[ReplicaRecord]]],
+        *,
+        needs_prefill: bool,
+        token: ClusterToken | None = None,
+    ) -> None:
         self._live = live
         self._needs_prefill = needs_prefill
+        self._token = token
         self._sessions: dict[str, DecodeSession] = {}
         self._prefill: dict[str, ReplicaRecord] = {}
         self._index = PrefixIndex()
@@ -73,7 +81,7 @@ class ReplicaSet:
     async def statuses(self) -> list[wire.StatusReply]:
         """Every replica's report, prefill replicas included; those that do not answer are left out."""
         decode = [session.status() for session in self._sessions.values() if session.usable]
-        prefill = [_status(record) for record in self._prefill.values()]
+        prefill = [_status(record, self._token) for record in self._prefill.values()]
         replies = await asyncio.gather(*decode, *prefill, return_exceptions=True)
         return [reply for reply in replies if isinstance(reply, wire.StatusReply)]
 
@@ -120,7 +128,7 @@ class ReplicaSet:
                 self._index.forget(name)
                 self._closing = asyncio.create_task(session.close())
         for name in generating.keys() - self._sessions.keys():
-            self._sessions[name] = DecodeSession(generating[name])
+            self._sessions[name] = DecodeSession(generating[name], self._token)
 
 
 def _target(name: str, session: DecodeSession, tokens: int) -> Target:
@@ -135,8 +143,10 @@ def _target(name: str, session: DecodeSession, tokens: int) -> Target:
     )
 
 
-async def _status(record: ReplicaRecord) -> wire.StatusReply:
+async def _status(record: ReplicaRecord, token: ClusterToken | None) -> wire.StatusReply:
     async with grpc.aio.insecure_channel(record.session_address) as channel:
         stub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
-        reply: wire.StatusReply = await stub.Status(wire.StatusRequest(), timeout=STATUS_SECONDS)
+        reply: wire.StatusReply = await stub.Status(
+            wire.StatusRequest(), timeout=STATUS_SECONDS, metadata=metadata_of(token)
+        )
         return reply

@@ -13,7 +13,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
+from kv_transfer.authentication import open_channel
+from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.frame import EndFrame, FrameError, decode_frame
 from kv_transfer.group_receiver import GroupReceiver
 from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match, require_transport
@@ -60,13 +62,14 @@ class PrefillPeer:
         staging: StagingBudget,
         group: GroupSettings | None = None,
         pair: RankPair = ONLY_PAIR,
+        token: ClusterToken | None = None,
     ) -> None:
         self.address = address
         self._layout = layout
         self._own_incarnation = incarnation
         self.pair = pair
         self.passing = pair_layout(layout, pair)
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, token)
         self._receiver: PieceReceiver = (
             StreamReceiver(staging)
             if group is None
@@ -102,6 +105,8 @@ class PrefillPeer:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise HandshakeMismatch(error.details()) from error
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise HandshakeMismatch(f"{self.address}: {error.details()}") from error
             raise
         require_match(self._layout, parse_layout(reply.layout), reply.wire_version, self.address)
         require_transport(self._receiver.name, reply.transport, self.address)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.message import DecodeError
 
+from kv_transfer.authentication import token_checks
 from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.handshake import (
     HandshakeMismatch,
     layout_message,
@@ -111,7 +113,7 @@ def parse_call(
 class PrefillServer:
     """A gRPC server with raw bytes in both directions, of rank ``rank`` of ``ranks``.
 
-    ``sender`` says how payloads travel: else in its streams.
+    ``sender`` says how payloads travel: else in its streams. ``token`` is what callers must have.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class PrefillServer:
         sender: PieceSender | None = None,
         rank: int = 0,
         ranks: int = 1,
+        token: ClusterToken | None = None,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -139,6 +142,7 @@ class PrefillServer:
             ThreadPoolExecutor(threads, thread_name_prefix="kv-out"),
             options=CHANNEL_OPTIONS,
             maximum_concurrent_rpcs=threads,
+            interceptors=token_checks(token),
         )
         self.port = self._server.add_insecure_port(f"{host}:{port}")
         self.socket_bytes = SocketBytes(self.port)

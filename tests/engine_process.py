@@ -2,9 +2,9 @@
 
 An ``EngineProcess`` is started once (importing torch takes seconds) and can carry one replica after another, or one
 rank of it; a test that kills one starts its own. ``RankProcesses`` are the processes of a replica of several ranks.
-``colocated`` and ``disaggregated`` put replicas into processes, hand out clients, and on the way out check that every
-replica gave back every block. KV memory is filled with a large finite sentinel, so that a slot that is read before it
-was written shows in the tokens.
+``colocated`` and ``disaggregated`` put replicas with a cluster token into processes, hand out clients, and on the way
+out check that every replica gave back every block. KV memory is filled with a large finite sentinel, so that a slot
+that is read before it was written shows in the tokens.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 
+from kv_transfer.cluster_token import ClusterToken, metadata_of
 from worker.config import EngineConfig, Role
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
@@ -32,6 +33,8 @@ from worker.wire import engine_pb2_grpc
 
 if TYPE_CHECKING:
     from worker.prefill_selector import PrefillCandidate
+
+TOKEN = ClusterToken("the-token-of-every-test")
 
 SENTINEL_BYTE = 0x4B
 """Repeated, it is 1.3e7 in float32 and bfloat16, and 14.6 in float16."""
@@ -90,7 +93,9 @@ class _Host:
         """Open the place where other ranks join the replica that ``start`` will make."""
         self.stop()
         incarnation = self._new_incarnation(config.role)
-        self._followers = self._make_followers(incarnation, config.tensor_parallel_size, config.advertised_host)
+        self._followers = self._make_followers(
+            incarnation, config.tensor_parallel_size, config.advertised_host, config.token
+        )
         return incarnation, self._followers.address
 
     def follow(self, config: EngineConfig, rank: int, incarnation: str, leader: str, fill: int) -> None:
@@ -195,6 +200,11 @@ class EngineProcess:
     def stop_replica(self) -> None:
         """End the replica; the process stays for the next one."""
         self._call("stop")
+
+    @property
+    def pid(self) -> int:
+        """The process' id."""
+        return self._process.pid
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, such as SIGKILL or SIGSTOP."""
@@ -352,14 +362,15 @@ class PendingAnswer:
 class EngineClient:
     """A front end's session with one replica."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: ClusterToken | None = TOKEN) -> None:
+        self._metadata = metadata_of(token)
         options = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
         self._channel = grpc.insecure_channel(address, options=options)
         self._stub = engine_pb2_grpc.EngineStub(self._channel)  # type: ignore[no-untyped-call]
         self._numbers = itertools.count()
         self._pending: dict[str, PendingAnswer] = {}
         self._outgoing: queue.SimpleQueue[wire.ClientMessage | None] = queue.SimpleQueue()
-        self._session = self._stub.Session(iter(self._outgoing.get, None))
+        self._session = self._stub.Session(iter(self._outgoing.get, None), metadata=self._metadata)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -399,7 +410,9 @@ class EngineClient:
 
     def status(self) -> wire.StatusReply:
         """What the replica says of itself."""
-        reply: wire.StatusReply = self._stub.Status(wire.StatusRequest(), timeout=_SETTLE_SECONDS)
+        reply: wire.StatusReply = self._stub.Status(
+            wire.StatusRequest(), timeout=_SETTLE_SECONDS, metadata=self._metadata
+        )
         return reply
 
     def settled(self) -> wire.StatusReply:
@@ -451,7 +464,7 @@ def connected(record: ReplicaRecord) -> Iterator[EngineClient]:
 @contextlib.contextmanager
 def colocated(process: ReplicaProcess, config: EngineConfig) -> Iterator[EngineClient]:
     """A replica that does both phases; afterwards it must hold nothing."""
-    record = process.start(replace(config, role=Role.COLOCATED, threads=1))
+    record = process.start(replace(config, role=Role.COLOCATED, threads=1, token=TOKEN))
     try:
         with connected(record) as client:
             yield client
@@ -477,9 +490,9 @@ def disaggregated(
 
     ``prefill_settings`` are what the prefill replica's configuration has otherwise.
     """
-    prefill_record = prefill.start(replace(config, role=Role.PREFILL, threads=1, **prefill_settings))
+    prefill_record = prefill.start(replace(config, role=Role.PREFILL, threads=1, token=TOKEN, **prefill_settings))
     try:
-        decode_record = decode.start(replace(config, role=Role.DECODE, threads=1))
+        decode_record = decode.start(replace(config, role=Role.DECODE, threads=1, token=TOKEN))
         decode.use_prefill_replicas(prefill_record)
         with connected(decode_record) as client, connected(prefill_record) as prefill_client:
             status = client.status()

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.transport import Transport
 
 
@@ -29,7 +31,8 @@ class EngineConfig:
     ``tensor_parallel_size`` ranks, each a process; sizes of memory and ``threads`` are of each. ``block_size`` is the
     smallest of any KV cache group: those of hybrid models get multiples of it. Of a recurrent state, one in
     ``state_checkpoint_blocks`` blocks of tokens is kept for prefix caching. Layers' KV leaves a prefill replica while
-    later ones are computed, in pieces of ``min_piece_bytes`` or more.
+    later ones are computed, in pieces of ``min_piece_bytes`` or more. ``token`` is what callers of every port must
+    have; whoever carries the engine reads it from ``cluster_token_file``, if there is one, on the engine's machine.
     """
 
     model: str
@@ -56,6 +59,8 @@ class EngineConfig:
     advertised_host: str = "127.0.0.1"
     transport: Transport = Transport.GRPC
     tensor_parallel_size: int = 1
+    token: ClusterToken | None = None
+    cluster_token_file: Path | None = None
 
     def with_model(self, model: str) -> "EngineConfig":
         """The same settings for a model that has been found on this machine."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import grpc
 
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.handshake import HandshakeMismatch
 from kv_transfer.layout import CacheLayout
 from kv_transfer.pair_group import GroupLost, GroupSettings
@@ -48,6 +49,7 @@ class PrefillPeers:
         ranks: int = 1,
         group: GroupSettings | None = None,
         make_peer: Callable[..., PrefillPeer] = PrefillPeer,
+        token: ClusterToken | None = None,
     ) -> None:
         self._layout = layout
         self._incarnation = incarnation
@@ -57,6 +59,7 @@ class PrefillPeers:
         self._ranks = ranks
         self._group = group
         self._make_peer = make_peer
+        self._token = token
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[PrefillPeer, ...]] = {}
 
@@ -72,7 +75,9 @@ class PrefillPeers:
                 pair = RankPair(sender, senders, self._rank, self._ranks)
                 address = command.addresses[sender]
                 peers.append(
-                    self._make_peer(address, self._layout, self._incarnation, self._staging, self._group, pair)
+                    self._make_peer(
+                        address, self._layout, self._incarnation, self._staging, self._group, pair, self._token
+                    )
                 )
                 _shake_hands(peers[-1], command.incarnation)
         except PeerRefused:

@@ -84,7 +84,7 @@ class Replica:
             followers.wait(runner.num_blocks, inbox.put)
         self._loop: EngineLoop[Any] = EngineLoop(engine, inbox)
         host = config.advertised_host
-        self._sessions = SessionServer(inbox.put, host=host)
+        self._sessions = SessionServer(inbox.put, host=host, token=config.token)
         self._loop.start()
         self._sessions.start()
         kv_addresses: tuple[str, ...] = ()
@@ -112,6 +112,7 @@ class Replica:
             host=config.advertised_host,
             sender=None if group is None else GroupSender(group),
             ranks=ranks,
+            token=config.token,
         )
         outgoing = OutgoingTransfers(
             runner, 0, ranks, min_piece_bytes=config.min_piece_bytes, max_piece_bytes=config.max_piece_bytes
@@ -129,7 +130,13 @@ class Replica:
     ) -> DecodeEngine:
         group, staging = _pair_settings(config, runner), StagingBudget(config.max_staged_bytes)
         peers = PrefillPeers(
-            runner.layout, incarnation, staging, inbox.put, ranks=config.tensor_parallel_size, group=group
+            runner.layout,
+            incarnation,
+            staging,
+            inbox.put,
+            ranks=config.tensor_parallel_size,
+            group=group,
+            token=config.token,
         )
         incoming = IncomingTransfers(runner, peers, staging)
         team = RankTeam(Rank(runner, incoming=incoming), self._followers, peers)

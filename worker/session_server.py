@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 
+from kv_transfer.authentication import aio_token_checks
+from kv_transfer.cluster_token import ClusterToken
 from worker.events import Aborted, CacheCleared, ClientArrived, ClientGone, StatusWanted, Submitted
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
@@ -114,11 +116,19 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
 
 
 class SessionServer:
-    """The service and its thread."""
+    """The service and its thread. ``token`` is what callers must have."""
 
-    def __init__(self, deliver: Callable[[SessionEvent], None], *, host: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[SessionEvent], None],
+        *,
+        host: str,
+        port: int = 0,
+        token: ClusterToken | None = None,
+    ) -> None:
         self._deliver = deliver
         self._address = f"{host}:{port}"
+        self._checks = aio_token_checks(token)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True)
         self._server: grpc.aio.Server | None = None
@@ -137,7 +147,7 @@ class SessionServer:
         self._thread.join()
 
     async def _start(self) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=self._checks)
         engine_pb2_grpc.add_EngineServicer_to_server(_Servicer(self._deliver), self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(self._address)
         await self._server.start()

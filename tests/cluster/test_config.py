@@ -47,6 +47,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "api_key": (SecretStr("a"), SecretStr("b")),
     "tls_certificate": (Path("/a/certificate"), Path("/b/certificate")),
     "tls_key": (Path("/a/key"), Path("/b/key")),
+    "cluster_token_file": (Path("/a/token"), Path("/b/token")),
+    "cluster_token": (SecretStr("a" * 16), SecretStr("b" * 16)),
     "prefix_cache_per_key": (True, True),
     "host": ("0.0.0.0", "::1"),
     "port": (9001, 9002),

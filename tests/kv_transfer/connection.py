@@ -11,6 +11,7 @@ import grpc
 
 from kv_transfer import prefill_peer
 from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.frame import EndFrame, PieceFrame
 from kv_transfer.handshake import layout_message
 from kv_transfer.layout import WIRE_VERSION, CacheLayout, Piece
@@ -39,10 +40,17 @@ def eventually(condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
 class Prefill:
     """A server whose engine is the test: of rank ``rank`` of ``ranks``."""
 
-    def __init__(self, layout: CacheLayout = LAYOUT, max_streams: int = 4, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout = LAYOUT,
+        max_streams: int = 4,
+        rank: int = 0,
+        ranks: int = 1,
+        token: ClusterToken | None = None,
+    ) -> None:
         self._calls: queue.Queue[PrefillJob | RankStream] = queue.Queue()
         self.server = PrefillServer(
-            layout, "prefill-1", max_streams, self._calls.put, host="127.0.0.1", rank=rank, ranks=ranks
+            layout, "prefill-1", max_streams, self._calls.put, host="127.0.0.1", rank=rank, ranks=ranks, token=token
         )
         self.server.start()
         self.address = f"127.0.0.1:{self.server.port}"
@@ -82,10 +90,16 @@ class Decode:
     """A peer whose engine is the test."""
 
     def __init__(
-        self, address: str, *, layout: CacheLayout = LAYOUT, staged: int = 64 * MIB, pair: RankPair = ONLY_PAIR
+        self,
+        address: str,
+        *,
+        layout: CacheLayout = LAYOUT,
+        staged: int = 64 * MIB,
+        pair: RankPair = ONLY_PAIR,
+        token: ClusterToken | None = None,
     ) -> None:
         self.staging = StagingBudget(staged)
-        self.peer = PrefillPeer(address, layout, "decode-1", self.staging, pair=pair)
+        self.peer = PrefillPeer(address, layout, "decode-1", self.staging, pair=pair, token=token)
         self._events: queue.Queue[TransferEvent] = queue.Queue()
         self._transfers: list[prefill_peer.Transfer] = []
 

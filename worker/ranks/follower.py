@@ -14,7 +14,7 @@ import grpc
 import torch
 from google.protobuf.message import DecodeError
 
-from kv_transfer.channel_options import CHANNEL_OPTIONS
+from kv_transfer.authentication import open_channel
 from kv_transfer.group_sender import GroupSender
 from kv_transfer.group_store import GroupStore
 from kv_transfer.pair_group import GroupSettings
@@ -69,7 +69,7 @@ class Follower:
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sent = wire.Totals()
         self._reported = 0.0
-        self._channel = grpc.insecure_channel(leader, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(leader, config.token)
         ranks, host = config.tensor_parallel_size, config.advertised_host
         store = GroupStore(self._channel.unary_unary(STORE_METHOD), patience=JOIN_SECONDS)
         group = TorchRankGroup(store, rank, ranks, choose_device(config.device), host)
@@ -90,6 +90,7 @@ class Follower:
                 sender=sender,
                 rank=rank,
                 ranks=ranks,
+                token=config.token,
             )
             self._server.start()
             outgoing = OutgoingTransfers(
@@ -98,7 +99,14 @@ class Follower:
         elif config.role is Role.DECODE:
             staging = StagingBudget(config.max_staged_bytes)
             peers = PrefillPeers(
-                runner.layout, incarnation, staging, self._inbox.put, rank=rank, ranks=ranks, group=pairs
+                runner.layout,
+                incarnation,
+                staging,
+                self._inbox.put,
+                rank=rank,
+                ranks=ranks,
+                group=pairs,
+                token=config.token,
             )
             threading.Thread(target=self._follow_peers, args=(peers,), name="connections", daemon=True).start()
             incoming = IncomingTransfers(runner, peers, staging, rank)

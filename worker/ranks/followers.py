@@ -16,7 +16,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from torch._C._distributed_c10d import HashStore
 
+from kv_transfer.authentication import token_checks
 from kv_transfer.channel_options import CHANNEL_OPTIONS
+from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.frame import EndFrame
 from kv_transfer.group_store import answer
 from kv_transfer.prefill_server import TransferName
@@ -55,9 +57,9 @@ class _Follower:
 
 
 class Followers:
-    """See the module: ranks 1 to ``ranks - 1`` of the replica ``incarnation``."""
+    """See the module: ranks 1 to ``ranks - 1`` of the replica ``incarnation``, which must have ``token``."""
 
-    def __init__(self, incarnation: str, ranks: int, host: str) -> None:
+    def __init__(self, incarnation: str, ranks: int, host: str, token: ClusterToken | None = None) -> None:
         self.incarnation = incarnation
         self._ranks = ranks
         self._changed = threading.Condition()
@@ -68,7 +70,9 @@ class Followers:
         self.lost: str | None = None
         self.store = HashStore()
         self._server = grpc.server(
-            ThreadPoolExecutor(_THREADS_PER_RANK * ranks, thread_name_prefix="ranks"), options=CHANNEL_OPTIONS
+            ThreadPoolExecutor(_THREADS_PER_RANK * ranks, thread_name_prefix="ranks"),
+            options=CHANNEL_OPTIONS,
+            interceptors=token_checks(token),
         )
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
