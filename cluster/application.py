@@ -179,6 +179,8 @@ def _application(
         api_keys=() if config.api_key is None else (ApiKey.of(config.api_key.get_secret_value()),),
         api_key_file=config.api_key_file,
         prefix_cache_per_key=config.prefix_cache_per_key,
+        max_body_bytes=int(config.max_body_size),
+        max_connections=config.max_connections,
         tls=config.tls,
         token=config.token,
         cluster_token_file=config.cluster_token_file,

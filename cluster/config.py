@@ -92,6 +92,12 @@ class ClusterConfig(BaseSettings):
         False, description="Never reuse KV of one API key's prompts for another's, as if each had a cache_salt."
     )
     port: int = Field(8000, ge=1, le=65535, description="Port that the API listens on.")
+    max_body_size: Annotated[ByteSize, Field(ge=1 << 10, le=1 << 30)] = Field(
+        ByteSize(8 << 20), description="Largest body of a request to the API: 8MiB, or bytes."
+    )
+    max_connections: int = Field(
+        2048, ge=1, le=1 << 20, description="Connections to the API at a time; further clients get 503."
+    )
     advertised_host: str = Field(
         "auto",
         min_length=1,

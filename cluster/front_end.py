@@ -15,6 +15,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cluster.directory import DirectoryClient
+from cluster.http_connection import ConnectionLimits
 from cluster.http_server import http_server
 from cluster.model_store import resolve_model
 from cluster.openai.api_keys import ApiKey, ApiKeys
@@ -46,6 +47,8 @@ class FrontEndConfig:
     model: ModelCard
     directory: str
     needs_prefill: bool
+    max_body_bytes: int = 8 << 20
+    max_connections: int = 2048
     api_keys: tuple[ApiKey, ...] = ()
     api_key_file: Path | None = None
     prefix_cache_per_key: bool = False
@@ -92,12 +95,12 @@ class FrontEnd:
             tokenizer=self._tokenizer,
             chat_template=self._chat_template,
             model=config.model,
-            limits=ApiLimits(),
+            limits=ApiLimits(max_body_bytes=config.max_body_bytes),
             metrics=CollectorRegistry(),
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
         )
-        self._server = http_server(app, self._tls, STOP_SECONDS)
+        self._server = http_server(app, self._tls, STOP_SECONDS, ConnectionLimits(config.max_connections))
         try:
             # Until something can be answered, a client should see that nobody listens, not an error.
             while not (self._replicas.ready() or self._server.should_exit):  # noqa: ASYNC110 (readiness has no event)

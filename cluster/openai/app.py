@@ -23,7 +23,7 @@ from cluster.openai.chat_completions import ChatCompletions
 from cluster.openai.completions import Completions
 from cluster.openai.errors import ApiError, from_engine, from_status
 from cluster.openai.event_stream import as_api_error
-from cluster.openai.exchange import generate, parse, read_body
+from cluster.openai.exchange import answered, generate, parse
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.metrics import FrontEndMetrics
 from cluster.openai.prompts import PromptEncoder
@@ -107,13 +107,17 @@ def _add_models(app: FastAPI, model: ModelCard) -> None:
 def _add_tokenization(app: FastAPI, serving: Serving) -> None:
     @app.post("/tokenize")
     async def tokenize_route(request: Request) -> Response:
-        body = parse(TokenizeBody, await read_body(request, serving.limits.max_body_bytes))
-        return _json(await tokenize(body, serving))
+        async def handle(data: bytes) -> dict[str, Any]:
+            return await tokenize(parse(TokenizeBody, data), serving)
+
+        return await answered(request, serving.limits.max_body_bytes, handle)
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
-        body = parse(DetokenizeBody, await read_body(request, serving.limits.max_body_bytes))
-        return _json(detokenize(body, serving))
+        async def handle(data: bytes) -> dict[str, Any]:
+            return detokenize(parse(DetokenizeBody, data), serving)
+
+        return await answered(request, serving.limits.max_body_bytes, handle)
 
 
 def _add_operation(app: FastAPI, serving: Serving) -> None:

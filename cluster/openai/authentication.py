@@ -23,7 +23,7 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a request, as ASGI has it."""
-        if scope["type"] == "http":
+        if scope["type"] != "lifespan":
             headers = [value for name, value in scope["headers"] if name == b"authorization"]
             # Two headers are an attempt to have two readers see different ones.
             caller = self._keys.caller(headers[0] if len(headers) == 1 else b"")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -90,8 +91,19 @@ def as_api_error(error: Exception) -> ApiError:
     """Return what the client is told; an error that nobody expected is logged and not shown."""
     if isinstance(error, ApiError):
         return error
-    _logger.error("a request failed unexpectedly", exc_info=error)
+    _logger.error("a request failed unexpectedly\n%s", without_content(error))
     return ApiError(500, "internal error; the server's log has the details")
+
+
+def without_content(error: BaseException) -> str:
+    """Return where an error and those before it were raised, and their types: their words may be a request's own."""
+    lines = [*traceback.format_tb(error.__traceback__), f"{type(error).__module__}.{type(error).__qualname__}\n"]
+    for number, one in enumerate(error.exceptions if isinstance(error, BaseExceptionGroup) else ()):
+        lines += [f"Its part {number}:\n", without_content(one)]
+    earlier = error.__cause__ or error.__context__
+    if earlier is not None and earlier is not error:
+        lines = [without_content(earlier), "After that:\n", *lines]
+    return "".join(lines)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

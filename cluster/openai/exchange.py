@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 
 from cluster.openai.api_keys import Caller
@@ -60,6 +61,16 @@ def parse(kind: type[B], body: bytes) -> B:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+async def answered(request: Request, max_bytes: int, handler: Callable[[bytes], Awaitable[Any]]) -> Response:
+    """Answer with what ``handler`` makes of the body, as JSON."""
+    try:
+        return Response(to_json(await handler(await read_body(request, max_bytes))), media_type="application/json")
+    except ClientDisconnect:
+        return Response(status_code=DISCONNECTED)  # nobody hears it
+    except Exception as error:
+        return as_api_error(error).response()
 
 
 async def generate(

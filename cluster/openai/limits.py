@@ -16,10 +16,15 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """The largest request. Sizes are bytes, ``max_timeout`` is in seconds."""
+    """The largest request. Sizes are bytes, ``max_timeout`` is in seconds.
+
+    A text of more than ``max_characters_per_token`` for each token of the model's context is refused before it is
+    tokenized, which would take seconds only to find that it has too many.
+    """
 
     max_body_bytes: int = 8 << 20
     max_choices: int = 128
+    max_characters_per_token: int = 32
     max_batched_prompts: int = 256
     max_batched_choices: int = 1024
     max_stop_strings: int = 16

@@ -59,6 +59,7 @@ class PromptEncoder:
 
     async def of_text(self, text: str, *, add_special_tokens: bool, param: str = "prompt") -> Prompt:
         """Return the prompt of one text."""
+        self._check_characters(len(text), param)
 
         def encode() -> list[int]:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -85,6 +86,8 @@ class PromptEncoder:
             )
         refuse_unsupported_messages(messages)
         turns = [_as_turn(message, index) for index, message in enumerate(messages)]
+        characters = sum(len(turn["content"]) for turn in turns)
+        self._check_characters(characters, "messages")
 
         def render() -> str:
             return template.render(
@@ -97,10 +100,20 @@ class PromptEncoder:
             )
 
         try:
-            text = await self._run(sum(len(turn["content"]) for turn in turns), render)
+            text = await self._run(characters, render)
         except ConversationError as error:
             raise invalid(f"messages: {error}", "messages") from None
         return await self.of_text(text, add_special_tokens=add_special_tokens, param="messages")
+
+    def _check_characters(self, characters: int, param: str) -> None:
+        most = self._limits.max_characters_per_token * self._model.max_model_len
+        if characters > most:
+            raise invalid(
+                f"{param} has {characters} characters; at most {most} are allowed, "
+                f"{self._limits.max_characters_per_token} for each token of the model's context (max_model_len)",
+                param,
+                "context_length_exceeded",
+            )
 
     async def _of_item(self, item: Any, add_special_tokens: bool) -> Prompt:
         if isinstance(item, str):

@@ -129,7 +129,7 @@ class ContentPart(_Body):
     text: str | None = None
 
 
-ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
+ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast(), Field(max_length=4096)])
 
 
 class ChatMessage(_Body):
@@ -146,7 +146,7 @@ class ChatMessage(_Body):
     }
 
 
-Messages = TypeAliasType("Messages", Annotated[list[ChatMessage], FailFast(), Field(min_length=1)])
+Messages = TypeAliasType("Messages", Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=16384)])
 
 
 class ChatTemplateBody(_Body):

@@ -26,6 +26,11 @@ async def tokenize(body: TokenizeBody, serving: Serving) -> dict[str, Any]:
 def detokenize(body: DetokenizeBody, serving: Serving) -> dict[str, Any]:
     """Return the text of token ids, special tokens included."""
     check_model(body.model, serving.model)
+    if len(body.tokens) > serving.model.max_model_len:
+        raise invalid(
+            f"tokens has {len(body.tokens)} entries; at most {serving.model.max_model_len} are allowed (max_model_len)",
+            "tokens",
+        )
     for token_id in body.tokens:
         if token_id >= serving.model.vocab_size:
             raise invalid(

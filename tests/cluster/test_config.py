@@ -49,6 +49,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "tls_key": (Path("/a/key"), Path("/b/key")),
     "cluster_token_file": (Path("/a/token"), Path("/b/token")),
     "cluster_token": (SecretStr("a" * 16), SecretStr("b" * 16)),
+    "max_body_size": (1 << 20, 4 << 20),
+    "max_connections": (5, 6),
     "prefix_cache_per_key": (True, True),
     "host": ("0.0.0.0", "::1"),
     "port": (9001, 9002),

@@ -328,3 +328,39 @@ async def test_the_largest_body_is_taken(client) -> None:
     async with client(ScriptedEngine(always([5])), limits=ApiLimits(max_body_bytes=len(body))) as http:
         assert (await http.post(TEXT, content=body)).status_code == 200
         error_of(await http.post(TEXT, content=body + b" "), 413)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr("cluster.text.tokenizer.Tokenizer.encode", fail)
+    most = 64 * ApiLimits().max_characters_per_token
+    engine = ScriptedEngine(always([5]))
+    async with client(engine) as http:
+        for path, body in (
+            (TEXT, {"prompt": "a" * (most + 1)}),
+            (TEXT, {"prompt": ["a" * (most + 1)]}),
+            (CHAT, {"messages": [{"role": "user", "content": "a" * most}, {"role": "user", "content": "b"}]}),
+            ("/tokenize", {"prompt": "a" * (most + 1)}),
+        ):
+            response = await http.post(path, json=body)
+            assert response.status_code == 400, path
+            error = response.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert f"at most {most} are allowed" in error["message"]
+    assert engine.submits == []
+
+
+async def test_lists_of_small_things_are_bounded_as_well(client) -> None:
+    async with client(ScriptedEngine(always([5]))) as http:
+        for path, body, param in (
+            (CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+            (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * 5000}]}, "messages.0.content"),
+            ("/detokenize", {"tokens": [1] * 65}, "tokens"),
+        ):
+            response = await http.post(path, json=body)
+            assert response.status_code == 400, path
+            assert response.json()["error"]["param"] == param
