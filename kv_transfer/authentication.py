@@ -6,13 +6,13 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kv_transfer.channel_options import CHANNEL_OPTIONS
+from kv_transfer.channel_options import client_options
 from kv_transfer.cluster_token import ClusterToken
 
 
-def open_channel(address: str, token: ClusterToken | None) -> grpc.Channel:
-    """Return a channel for KV and commands whose calls carry the token."""
-    channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, token: ClusterToken | None, max_receive: int) -> grpc.Channel:
+    """Return a channel for KV or commands: calls carry the token, what comes back has up to ``max_receive`` bytes."""
+    channel = grpc.insecure_channel(address, options=client_options(max_receive))
     return channel if token is None else grpc.intercept_channel(channel, _AddToken(token))
 
 

@@ -1,12 +1,12 @@
 """gRPC settings of KV connections, chosen for large messages on few streams.
 
-Message size is bounded by the piece size, not by gRPC. Keepalive notices a host that vanished without closing its
+What a side receives is bounded by what it can be sent; a length beyond that is refused before memory is taken for it.
+Keepalive notices a host that vanished without closing its
 connections; a process that hangs answers pings all the same and is noticed by its heartbeats.
 """
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 16 << 20),
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
@@ -22,6 +22,22 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+MAX_REQUEST_BYTES = 16 << 20
+"""Of what a server is asked: the longest is a prompt, at three bytes a token or so."""
+_HANDSHAKE_MS = 10_000
+"""How long a connection may take to become an HTTP/2 connection."""
+
+
+def client_options(max_receive: int) -> tuple[tuple[str, int | str], ...]:
+    """Return the settings of a side that receives messages of up to ``max_receive`` bytes."""
+    return (*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", max_receive))
+
+
+def server_options() -> tuple[tuple[str, int | str], ...]:
+    """Return the settings of a server."""
+    return (*client_options(MAX_REQUEST_BYTES), ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS))
+
 
 HANDSHAKE_METHOD = "/crosskv.kv.v1.KVTransfer/Handshake"
 PREFILL_METHOD = "/crosskv.kv.v1.KVTransfer/Prefill"

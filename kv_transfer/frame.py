@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from kv_transfer.layout import Piece
+from kv_transfer.layout import CacheLayout, Piece
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 _LENGTH = struct.Struct("<I")
 MAX_HEADER_BYTES = 1024
+_MAX_PIECE_BYTES = 64 << 20
+"""Of several slots; nobody sends pieces nearly as large."""
 
 
 class FrameError(ValueError):
@@ -80,6 +82,16 @@ def encode_frame(frame: Frame) -> bytes:
         )
     encoded = header.SerializeToString()
     return b"".join((payload, encoded, _LENGTH.pack(len(encoded))))
+
+
+def max_piece_bytes(layout: CacheLayout) -> int:
+    """The largest payload that is taken: more than a piece of several slots has, and room for any single slot."""
+    return max(_MAX_PIECE_BYTES, *(owner.bytes_per_slot for owner in layout.owners), 0)
+
+
+def max_frame_bytes(layout: CacheLayout) -> int:
+    """The largest message of a stream."""
+    return max_piece_bytes(layout) + MAX_HEADER_BYTES + _LENGTH.size
 
 
 def decode_frame(message: bytes) -> Frame:

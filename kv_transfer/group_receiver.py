@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kv_transfer.channel_options import JOIN_METHOD, STOP_METHOD, STORE_METHOD
-from kv_transfer.frame import FrameError, PieceFrame, SentFrame
+from kv_transfer.frame import FrameError, PieceFrame, SentFrame, max_piece_bytes
 from kv_transfer.group_store import GroupStore
 from kv_transfer.incoming_group import IncomingGroup
 from kv_transfer.layout import CacheLayout
@@ -96,6 +96,10 @@ class GroupReceiver:
             raise FrameError(f"a piece of section {frame.piece.section}")
         if frame.size != frame.piece.payload_bytes(self._layout) or frame.size == 0:
             raise FrameError(f"a piece of {frame.piece.payload_bytes(self._layout)} bytes announced as {frame.size}")
+        if frame.size > max_piece_bytes(self._layout):
+            raise FrameError(
+                f"a piece of {frame.size} bytes; at most {max_piece_bytes(self._layout)} are taken at once"
+            )
         self._group_of(frame.generation, transfer).receive(
             frame.sequence, frame.size, partial(self._arrived, transfer, frame)
         )

@@ -6,6 +6,12 @@ from kv_transfer.layout import WIRE_VERSION, CacheLayout, Lifetime, OwnerLayer, 
 from kv_transfer.rank_pair import check_ranks
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
+MAX_NAME = 200
+"""Characters of a peer's name that are repeated to it."""
+_MAX_BYTES = 4 << 20
+_MAX_OWNERS = 1 << 15
+_SHOWN = 400
+
 
 class HandshakeMismatch(Exception):
     """Two replicas that must not exchange KV; the message names field, both values and what to change."""
@@ -31,7 +37,10 @@ def layout_message(layout: CacheLayout) -> wire.Layout:
 
 
 def parse_layout(message: wire.Layout) -> CacheLayout:
-    """The inverse of ``layout_message``. Raises ``HandshakeMismatch`` for a lifetime that we do not know."""
+    """The inverse of ``layout_message``. Raises ``HandshakeMismatch`` for one that no model has or we do not know."""
+    parts = len(message.sections) + sum(len(section.owners) for section in message.sections)
+    if parts > _MAX_OWNERS:
+        raise HandshakeMismatch(f"the peer says that it has {parts} sections and owner layers; no model has as many")
     return CacheLayout(
         fingerprint=message.fingerprint,
         kv_dtype=message.kv_dtype,
@@ -84,17 +93,24 @@ def require_match(ours: CacheLayout, theirs: CacheLayout, their_version: int, pe
     )
     for field in fields:
         if field.ours != field.theirs:
+            theirs_shown, ours_shown = _excerpts(str(field.theirs), str(field.ours))
             raise HandshakeMismatch(
-                f"{peer} differs in {field.name}: {field.theirs} there, {field.ours} here; {field.remedy}"
+                f"{peer} differs in {field.name}: {theirs_shown} there, {ours_shown} here; {field.remedy}"
             )
+
+
+def require_size(message_bytes: int) -> None:
+    """Raise ``HandshakeMismatch`` for a message that is larger than any model's layout."""
+    if message_bytes > _MAX_BYTES:
+        raise HandshakeMismatch(f"the peer's layout has {message_bytes} bytes; at most {_MAX_BYTES} are read")
 
 
 def require_transport(ours: str, theirs: str, peer: str) -> None:
     """Raise ``HandshakeMismatch`` unless payloads travel the same way; a peer that names no way uses gRPC."""
     if ours != (theirs or "grpc"):
         raise HandshakeMismatch(
-            f"{peer} differs in transport: {theirs or 'grpc'} there, {ours} here; start both with the same --transport "
-            f"and --device"
+            f"{peer} differs in transport: {theirs[:MAX_NAME] or 'grpc'} there, {ours} here; start both with the same "
+            f"--transport and --device"
         )
 
 
@@ -103,6 +119,19 @@ def require_ranks(layout: CacheLayout, rank: int, ranks: int, peer: str) -> None
     problem = f"rank {rank} does not exist" if rank >= ranks else check_ranks(layout, ranks)
     if problem is not None:
         raise HandshakeMismatch(f"{peer} says that it has {ranks} ranks: {problem}; see --tensor-parallel-size")
+
+
+def _excerpts(theirs: str, ours: str) -> tuple[str, str]:
+    """Both from a little before they differ, short enough for gRPC's trailers."""
+    same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), 0)
+    begin = max(0, same - _SHOWN // 4)
+
+    def excerpt(text: str) -> str:
+        if len(text) <= _SHOWN:
+            return text
+        return ("…" if begin else "") + text[begin : begin + _SHOWN] + ("…" if begin + _SHOWN < len(text) else "")
+
+    return excerpt(theirs), excerpt(ours)
 
 
 def _map(layout: CacheLayout) -> str:

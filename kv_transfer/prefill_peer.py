@@ -16,9 +16,16 @@ from google.protobuf.message import DecodeError
 from kv_transfer.authentication import open_channel
 from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD
 from kv_transfer.cluster_token import ClusterToken
-from kv_transfer.frame import EndFrame, FrameError, decode_frame
+from kv_transfer.frame import EndFrame, FrameError, decode_frame, max_frame_bytes
 from kv_transfer.group_receiver import GroupReceiver
-from kv_transfer.handshake import HandshakeMismatch, layout_message, parse_layout, require_match, require_transport
+from kv_transfer.handshake import (
+    HandshakeMismatch,
+    layout_message,
+    parse_layout,
+    require_match,
+    require_size,
+    require_transport,
+)
 from kv_transfer.layout import WIRE_VERSION, CacheLayout
 from kv_transfer.pair_group import GroupLost, GroupSettings
 from kv_transfer.piece_receiver import PieceReceiver, StreamReceiver
@@ -69,7 +76,7 @@ class PrefillPeer:
         self._own_incarnation = incarnation
         self.pair = pair
         self.passing = pair_layout(layout, pair)
-        self._channel = open_channel(address, token)
+        self._channel = open_channel(address, token, max_frame_bytes(self.passing.layout))
         self._receiver: PieceReceiver = (
             StreamReceiver(staging)
             if group is None
@@ -97,9 +104,9 @@ class PrefillPeer:
         )
         call: grpc.UnaryUnaryMultiCallable[Any, bytes] = self._channel.unary_unary(HANDSHAKE_METHOD)
         try:
-            reply = wire.HandshakeReply.FromString(
-                call(request.SerializeToString(), timeout=HANDSHAKE_SECONDS, wait_for_ready=True)
-            )
+            answer = call(request.SerializeToString(), timeout=HANDSHAKE_SECONDS, wait_for_ready=True)
+            require_size(len(answer))
+            reply = wire.HandshakeReply.FromString(answer)
         except DecodeError as error:
             raise HandshakeMismatch(f"{self.address} does not answer with a HandshakeReply") from error
         except grpc.RpcError as error:

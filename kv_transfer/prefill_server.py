@@ -11,14 +11,16 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kv_transfer.authentication import token_checks
-from kv_transfer.channel_options import CHANNEL_OPTIONS, HANDSHAKE_METHOD, PREFILL_METHOD
+from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD, server_options
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.handshake import (
+    MAX_NAME,
     HandshakeMismatch,
     layout_message,
     parse_layout,
     require_match,
     require_ranks,
+    require_size,
     require_transport,
 )
 from kv_transfer.layout import WIRE_VERSION, CacheLayout, SlotRange
@@ -33,6 +35,8 @@ from kv_transfer.wire import kv_transfer_pb2 as wire
 # are made when they are needed.
 GRANTED_PEERS = 16
 _SPARE_THREADS = 4
+MAX_PROMPT_TOKENS = 1 << 24
+"""What is believed of a call, unless its server knows better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,19 @@ class CallRefused(Exception):
 
 
 def parse_call(
-    request: wire.PrefillRequest, stream: OutgoingStream, layout: CacheLayout, incarnation: str, rank: int, ranks: int
+    request: wire.PrefillRequest,
+    stream: OutgoingStream,
+    layout: CacheLayout,
+    incarnation: str,
+    rank: int,
+    ranks: int,
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
 ) -> PrefillJob | RankStream:
     """What a call to rank ``rank`` of ``ranks`` is about; raises ``CallRefused`` for one that cannot be served."""
     if request.prefill_incarnation != incarnation:
         raise CallRefused(
             grpc.StatusCode.FAILED_PRECONDITION,
-            f"this is {incarnation}, not {request.prefill_incarnation}: shake hands again",
+            f"this is {incarnation}, not {request.prefill_incarnation[:MAX_NAME]}: shake hands again",
         )
     name = TransferName(request.decode_incarnation, request.request_id, request.epoch)
     receivers = max(1, request.receivers)
@@ -95,7 +105,9 @@ def parse_call(
         if pair_layout(layout, RankPair(rank, ranks, request.receiver, receivers)).sections:
             return RankStream(name, request.receiver, stream)
         problem = f"rank {rank} of {ranks} has nothing for rank {request.receiver} of {receivers}"
-    lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking)
+    if len(request.token_ids) > max_prompt_tokens:
+        problem = problem or f"{len(request.token_ids)} tokens are more than {max_prompt_tokens}"
+    lacking = tuple(SlotRange(slots.begin, slots.end) for slots in request.lacking[: 1 + len(layout.sections)])
     problem = problem or check_request(layout, len(request.token_ids) + 1, lacking)
     if problem is not None or lower_bound(layout, lacking) == 0:
         raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, problem or "nothing is lacking: there is nothing to send")
@@ -113,7 +125,8 @@ def parse_call(
 class PrefillServer:
     """A gRPC server with raw bytes in both directions, of rank ``rank`` of ``ranks``.
 
-    ``sender`` says how payloads travel: else in its streams. ``token`` is what callers must have.
+    ``sender`` says how payloads travel: else in its streams. ``token`` is what callers must have. Prompts
+    have up to ``max_prompt_tokens``.
     """
 
     def __init__(
@@ -129,18 +142,20 @@ class PrefillServer:
         rank: int = 0,
         ranks: int = 1,
         token: ClusterToken | None = None,
+        max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     ) -> None:
         self._layout = layout
         self._rank = rank
         self._ranks = ranks
         self._incarnation = incarnation
         self._max_streams = max_streams
+        self._max_prompt_tokens = max_prompt_tokens
         self._accept = accept
         self._sender = sender if sender is not None else StreamSender()
         threads = max_streams * GRANTED_PEERS + _SPARE_THREADS + self._sender.threads
         self._server = grpc.server(
             ThreadPoolExecutor(threads, thread_name_prefix="kv-out"),
-            options=CHANNEL_OPTIONS,
+            options=server_options(),
             maximum_concurrent_rpcs=threads,
             interceptors=token_checks(token),
         )
@@ -166,10 +181,12 @@ class PrefillServer:
     def _handshake(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         request = wire.HandshakeRequest()
         try:
+            require_size(len(message))
             request.ParseFromString(message)
-            require_match(self._layout, parse_layout(request.layout), request.wire_version, request.incarnation)
-            require_transport(self._sender.name, request.transport, request.incarnation)
-            require_ranks(self._layout, request.rank, max(1, request.ranks), request.incarnation)
+            peer = request.incarnation[:MAX_NAME]
+            require_match(self._layout, parse_layout(request.layout), request.wire_version, peer)
+            require_transport(self._sender.name, request.transport, peer)
+            require_ranks(self._layout, request.rank, max(1, request.ranks), peer)
         except DecodeError:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a HandshakeRequest")
         except HandshakeMismatch as mismatch:
@@ -192,7 +209,9 @@ class PrefillServer:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a PrefillRequest")
         stream = OutgoingStream()
         try:
-            event = parse_call(request, stream, self._layout, self._incarnation, self._rank, self._ranks)
+            event = parse_call(
+                request, stream, self._layout, self._incarnation, self._rank, self._ranks, self._max_prompt_tokens
+            )
         except CallRefused as refusal:
             context.abort(refusal.code, refusal.message)
         if not context.add_callback(stream.cancel):

@@ -113,6 +113,7 @@ class Replica:
             sender=None if group is None else GroupSender(group),
             ranks=ranks,
             token=config.token,
+            max_prompt_tokens=runner.max_model_len - 1,
         )
         outgoing = OutgoingTransfers(
             runner, 0, ranks, min_piece_bytes=config.min_piece_bytes, max_piece_bytes=config.max_piece_bytes

@@ -47,10 +47,19 @@ class Prefill:
         rank: int = 0,
         ranks: int = 1,
         token: ClusterToken | None = None,
+        max_prompt_tokens: int = 1 << 20,
     ) -> None:
         self._calls: queue.Queue[PrefillJob | RankStream] = queue.Queue()
         self.server = PrefillServer(
-            layout, "prefill-1", max_streams, self._calls.put, host="127.0.0.1", rank=rank, ranks=ranks, token=token
+            layout,
+            "prefill-1",
+            max_streams,
+            self._calls.put,
+            host="127.0.0.1",
+            rank=rank,
+            ranks=ranks,
+            token=token,
+            max_prompt_tokens=max_prompt_tokens,
         )
         self.server.start()
         self.address = f"127.0.0.1:{self.server.port}"

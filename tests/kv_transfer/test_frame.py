@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.frame import MAX_HEADER_BYTES, EndFrame, Frame, FrameError, PieceFrame, decode_frame, encode_frame
 from kv_transfer.layout import Piece
+from tests.memory import little_memory
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 seconds = st.floats(0, 1e6).map(lambda value: round(value, 6))
@@ -59,7 +60,8 @@ def decode_or_refuse(message: bytes) -> Frame | None:
     """The only two outcomes that are allowed, in a time that does not depend on what a message claims."""
     begin = time.thread_time()
     try:
-        return decode_frame(message)
+        with little_memory(1 << 20):
+            return decode_frame(message)
     except FrameError:
         return None
     finally:

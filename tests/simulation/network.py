@@ -135,8 +135,9 @@ class SimulatedPeer:
         staging: StagingBudget,
         group: GroupSettings | None,
         pair: RankPair,
+        token: object = None,
     ) -> None:
-        del own_incarnation, group
+        del own_incarnation, group, token
         self.address = address
         self.pair = pair
         self.passing = pair_layout(layout, pair)

@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 from kernels.pages import IntArray
 from kv_transfer.layout import SlotRange
 from kv_transfer.prefill_server import TransferName
+from kv_transfer.rank_pair import MAX_RANKS
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.ranks.commands import (
@@ -26,6 +27,9 @@ from worker.ranks.commands import (
     Summary,
 )
 from worker.wire import ranks_pb2 as wire
+
+MAX_COMMAND_BYTES = 256 << 20
+"""A step's block tables are the most: eight bytes for each block of each of its requests."""
 
 
 def encode_command(command: Command) -> bytes:
@@ -63,6 +67,8 @@ def _parse(command: wire.Command) -> Command:  # noqa: PLR0911 - one per kind
             return CopyBlocks(tuple(BlockCopy(BlockId(source), BlockId(to)) for source, to in pairs))
         case "open_outgoing":
             opened = command.open_outgoing
+            if opened.receivers > MAX_RANKS:
+                raise ValueError(f"{opened.receivers} receivers are more than {MAX_RANKS}")
             return OpenOutgoing(
                 parse_name(opened.name), opened.receivers, opened.prompt_len, _ranges(opened.lacking), opened.seconds
             )

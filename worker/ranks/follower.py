@@ -30,7 +30,7 @@ from worker.incoming_transfers import IncomingTransfers, RankReceived
 from worker.model_runner import ModelRunner
 from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_peers import PeerRefused, PrefillPeers
-from worker.ranks.command_wire import decode_command, name_message
+from worker.ranks.command_wire import MAX_COMMAND_BYTES, decode_command, name_message
 from worker.ranks.commands import Command, ConnectPeer, ForgetPeer
 from worker.ranks.followers import JOIN_METHOD, JOIN_SECONDS, STORE_METHOD
 from worker.ranks.process_group import RankLost, TorchRankGroup
@@ -69,7 +69,7 @@ class Follower:
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sent = wire.Totals()
         self._reported = 0.0
-        self._channel = open_channel(leader, config.token)
+        self._channel = open_channel(leader, config.token, MAX_COMMAND_BYTES)
         ranks, host = config.tensor_parallel_size, config.advertised_host
         store = GroupStore(self._channel.unary_unary(STORE_METHOD), patience=JOIN_SECONDS)
         group = TorchRankGroup(store, rank, ranks, choose_device(config.device), host)

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from torch._C._distributed_c10d import HashStore
 
 from kv_transfer.authentication import token_checks
-from kv_transfer.channel_options import CHANNEL_OPTIONS
+from kv_transfer.channel_options import server_options
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.frame import EndFrame
 from kv_transfer.group_store import answer
@@ -71,7 +71,7 @@ class Followers:
         self.store = HashStore()
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS_PER_RANK * ranks, thread_name_prefix="ranks"),
-            options=CHANNEL_OPTIONS,
+            options=server_options(),
             interceptors=token_checks(token),
         )
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"

@@ -1,9 +1,6 @@
 """GGUF headers that lie: one ``CheckpointError``, no other exception, no allocation of the size that they claim."""
 
 import struct
-import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -13,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.memory import little_memory
 from tests.tiny_checkpoints import write_tiny_gguf
 from worker.checkpoint.checkpoint import CheckpointError, open_checkpoint
 from worker.checkpoint.gguf_file import GgufFile, StringArray
@@ -35,16 +33,6 @@ def tensor(name: bytes, shape: tuple[int, ...], type_: int = 0, offset: int = 0)
 
 def header(keys: int, tensors: int, body: bytes = b"", version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + body
-
-
-@contextmanager
-def little_memory() -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < 32 << 20
-    finally:
-        tracemalloc.stop()
 
 
 LYING = [

@@ -1,6 +1,7 @@
 """Hugging Face directories: every tensor against transformers; sharded, damaged and unsupported ones."""
 
 import json
+import resource
 import shutil
 import struct
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.memory import little_memory
 from tests.tiny_checkpoints import Architecture, write_tiny
 from worker.checkpoint.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 
@@ -206,11 +208,48 @@ def test_a_damaged_file_opens_or_is_refused(tmp_path: Path, llama: Path, data: s
     content = content[: data.draw(st.just(len(content)) | st.integers(0, len(content)))]
     shutil.copy(llama / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
-    try:
-        checkpoint = open_checkpoint(tmp_path)
-        checkpoint.fingerprint()
-        checkpoint.dtype()
-        for name in checkpoint.names():
-            checkpoint.read_into(name, torch.empty(checkpoint.shape(name)))
-    except CheckpointError as error:
-        assert str(tmp_path) in str(error)  # noqa: PT017 - any outcome but another exception is right
+    with little_memory():
+        try:
+            checkpoint = open_checkpoint(tmp_path)
+            checkpoint.fingerprint()
+            checkpoint.dtype()
+            for name in checkpoint.names():
+                checkpoint.read_into(name, torch.empty(checkpoint.shape(name)))
+        except CheckpointError as error:
+            assert str(tmp_path) in str(error)  # noqa: PT017 - any outcome but another exception is right
+
+
+def stored(header: str, size: int | None = None, data: bytes = bytes(64)) -> bytes:
+    return struct.pack("<Q", len(header) if size is None else size) + header.encode() + data
+
+
+def entry(shape: str, begin: int, end: int) -> str:
+    return f'{{"t": {{"dtype": "F32", "shape": {shape}, "data_offsets": [{begin}, {end}]}}}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        stored("{}", size=1 << 60),
+        stored("{}", size=(1 << 64) - 1),
+        stored("{}", size=99 << 20),
+        stored(entry("[4]", 0, 1 << 40)),
+        stored(entry("[1099511627776]", 0, 4 << 40)),
+        stored(entry("[18446744073709551615, 2]", 0, 64)),
+        stored(entry("[4294967296, 4294967296]", 0, 0)),
+        stored(entry("[4]", 16, 0)),
+        stored(entry("[-4]", 0, 16)),
+        stored("[" * 100_000),
+        stored('{"a":' * 100_000),
+    ],
+)
+def test_a_header_that_lies_about_sizes_is_refused_without_memory(tmp_path: Path, llama: Path, content: bytes) -> None:
+    """The bound is on this process' memory as a whole: the header is parsed in Rust."""
+    shutil.copy(llama / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with little_memory(), pytest.raises(CheckpointError, match=str(tmp_path)):
+        open_checkpoint(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from kernels.pages import IntArray
 from kv_transfer.layout import SlotRange
 from kv_transfer.prefill_server import TransferName
+from kv_transfer.rank_pair import MAX_RANKS
+from tests.memory import little_memory
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.ranks.command_wire import decode_command, encode_command, name_message, parse_name
@@ -58,7 +60,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Command]] = {
     Compute: st.builds(Compute, several(ROWS)),
     ClearBlocks: st.builds(ClearBlocks, several(BLOCKS)),
     CopyBlocks: st.builds(CopyBlocks, several(st.builds(BlockCopy, BLOCKS, BLOCKS))),
-    OpenOutgoing: st.builds(OpenOutgoing, NAMES, SMALL, SMALL, RANGES, SECONDS),
+    OpenOutgoing: st.builds(OpenOutgoing, NAMES, st.integers(0, MAX_RANKS), SMALL, RANGES, SECONDS),
     SendComputed: st.builds(SendComputed, NAMES, SMALL, TABLES, SUMMARIES),
     CloseOutgoing: st.builds(CloseOutgoing, NAMES, SMALL, TEXTS),
     ConnectPeer: st.builds(ConnectPeer, TEXTS, several(TEXTS)),
@@ -111,6 +113,7 @@ def test_a_name_survives_alone(name: TransferName) -> None:
 
 
 GARBAGE = [
+    wire.Command(open_outgoing=wire.OpenOutgoing(receivers=(1 << 32) - 1)).SerializeToString(),
     b"",
     b"\xff",
     b"nonsense",
@@ -132,5 +135,12 @@ def test_a_damaged_command_is_refused_or_is_another_one(kind: type, data: st.Dat
     message = bytearray(encode_command(data.draw(STRATEGIES[kind])))
     at = data.draw(st.integers(0, len(message) - 1))
     message[at] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(DecodeError):
+    with little_memory(4 << 20), contextlib.suppress(DecodeError):
         decode_command(bytes(message[: data.draw(st.integers(0, len(message)))]))
+
+
+@settings(max_examples=200)
+@given(message=st.binary(max_size=300))
+def test_random_bytes_are_refused_or_are_a_command(message: bytes) -> None:
+    with little_memory(4 << 20), contextlib.suppress(DecodeError):
+        decode_command(message)
