@@ -21,6 +21,7 @@ from cluster.openai.api_keys import ApiKeys
 from cluster.openai.authentication import Authentication
 from cluster.openai.chat_completions import ChatCompletions
 from cluster.openai.completions import Completions
+from cluster.openai.description import describe_api
 from cluster.openai.errors import ApiError, from_engine, from_status
 from cluster.openai.event_stream import as_api_error
 from cluster.openai.exchange import answered, generate, parse
@@ -121,6 +122,12 @@ def _add_tokenization(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_operation(app: FastAPI, serving: Serving) -> None:
+    description = describe_api()
+
+    @app.get("/openapi.json")
+    async def description_route() -> Response:
+        return _json(description)
+
     @app.get("/health")
     async def health_route() -> Response:
         return Response(status_code=200 if serving.engine.ready() else 503)

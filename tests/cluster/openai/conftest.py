@@ -34,7 +34,7 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
     def make(
         engine: ScriptedEngine,
