@@ -214,3 +214,32 @@ def test_image_runs_a_command_that_exists() -> None:
     assert re.search(r"^USER 1000:1000$", text, re.M)
     copied = re.findall(r"^COPY (\w+) \1$", text, re.M)
     assert copied == ["cluster", "worker", "kv_transfer", "kernels"]
+
+
+def mounted(template: dict) -> dict[str, str]:
+    """Which Secret's keys lie in which directory of a pod."""
+    spec = template["spec"]
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+    (only,) = spec["containers"]
+    return {mount["mountPath"]: secrets[mount["name"]] for mount in only["volumeMounts"] if mount["name"] in secrets}
+
+
+@pytest.mark.parametrize("directory", RENDERED)
+def test_secrets_lie_where_settings_look_for_them_and_nowhere_else(directory: str) -> None:
+    """Every pod knows the cluster token, front ends alone the API keys; the guide makes both Secrets."""
+    spec = ray_cluster(directory)
+    parts = {"head": spec["headGroupSpec"], **groups(directory)}
+    guide = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    made = set(re.findall(r"create secret generic (\S+) --from-literal=(\w+)=", guide))
+    for part, group in parts.items():
+        variables = {each["name"]: each["value"] for each in container(group)["env"]}
+        assert not {"CROSSKV_API_KEY", "CROSSKV_CLUSTER_TOKEN"} & variables.keys(), "seen by who may see pods"
+        secrets = mounted(group["template"])
+        files = {name: Path(variables[f"CROSSKV_{name.upper()}"]) for name in ("api_key_file", "cluster_token_file")}
+        assert set(files) <= set(ClusterConfig.model_fields)
+        token, keys = files["cluster_token_file"], files["api_key_file"]
+        assert (secrets[str(token.parent)], token.name) in made
+        assert (str(keys.parent) in secrets) == (part == "front-end")
+        if part == "front-end":
+            assert (secrets[str(keys.parent)], keys.name) in made
+        assert set(secrets) <= {str(token.parent), str(keys.parent)}
