@@ -317,6 +317,11 @@ class ClusterConfig(BaseSettings):
         return ClusterToken.new() if self.cluster_token is None else ClusterToken(self.cluster_token.get_secret_value())
 
     @property
+    def has_api_keys(self) -> bool:
+        """Whether the API wants a key."""
+        return self.api_key is not None or self.api_key_file is not None
+
+    @property
     def tls(self) -> TlsFiles | None:
         """What the API's connections are encrypted with, if they are. Raises ``ConfigError`` for half of it."""
         if self.tls_certificate is None and self.tls_key is None:

@@ -1,5 +1,6 @@
 """TCP ports of this machine, looked at before anything is started on them."""
 
+import ipaddress
 import socket
 
 from cluster.errors import CrosskvError
@@ -23,3 +24,12 @@ def require_free_port(host: str, port: int) -> None:
         raise CrosskvError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
         ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a server that listens there."""
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)

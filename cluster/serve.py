@@ -9,7 +9,7 @@ from cluster.application import running_cluster
 from cluster.config import ClusterConfig
 from cluster.fetch import fetch_model
 from cluster.inspect_model import inspect_model, require_servable
-from cluster.ports import require_free_port
+from cluster.ports import is_loopback, require_free_port
 from cluster.progress import Steps
 from cluster.signals import interruptible
 
@@ -34,6 +34,10 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
                 f"  crosskv status --base-url {cluster.base_url}\n"
                 "Ctrl-C stops it.\n"
             )
+            if not (config.has_api_keys or is_loopback(config.host)):
+                console.print(
+                    f"[yellow]Everybody who reaches {escape(config.host)} may use it: see --api-key-file.[/yellow]\n"
+                )
             try:
                 while True:
                     time.sleep(2)

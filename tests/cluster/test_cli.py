@@ -13,7 +13,7 @@ import pytest
 
 from cluster import application, demo
 from cluster.config import SECRETS, ClusterConfig, flag_of
-from cluster.ports import free_port, require_free_port
+from cluster.ports import free_port, is_loopback, require_free_port
 from tests.cluster.command_line import Run, refused
 from tests.releases import QWEN3_8B
 from worker.models.registry import ARCHITECTURES
@@ -426,3 +426,11 @@ def test_bench_transfer_writes_its_report(
     assert "2 deployments, each for 3 requests" in out
     fake_server.excess_bytes = 1
     assert crosskv(*arguments)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False)],
+)
+def test_which_addresses_only_this_machine_reaches(host: str, alone: bool) -> None:
+    assert is_loopback(host) == alone

@@ -1,4 +1,5 @@
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ def test_nothing_shows_a_key(tmp_path: Path) -> None:
     for shown in (config, key, ApiKeys([key]), config.model_dump(), vars(ApiKeys([key]))):
         assert SECRET not in repr(shown)
         assert SECRET not in str(shown)
+    assert SECRET.encode() not in pickle.dumps(key), "Ray keeps what deployments are made with"
     with pytest.raises(ConfigError) as refusal:
         ClusterConfig.load(model="m", api_key=[SECRET])
     assert SECRET not in str(refusal.value)
