@@ -24,6 +24,8 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 2_000),
+    # This is what ends a connection whose pings are not answered; without it gRPC waits for a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -1,3 +1,5 @@
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -9,6 +11,7 @@ from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD
 from kv_transfer.cluster_token import HEADER, ClusterToken, ClusterTokenError, metadata_of
 from kv_transfer.handshake import HandshakeMismatch
 from tests.kv_transfer.connection import NewDecode, NewPrefill, prefill_request
+from tests.strangers import HTTP2, SETTINGS
 
 OURS, THEIRS = ClusterToken("our-own-canary-token"), ClusterToken("some-other-canary-token")
 
@@ -82,3 +85,22 @@ def test_with_the_token_everything_is_as_without(new_prefill: NewPrefill, new_de
     assert prefill.job().token_ids == tuple(prefill_request().token_ids)
     transfer.cancel()
     assert decode.ended().end is None
+
+
+def test_a_connection_that_says_nothing_is_dropped(new_prefill: NewPrefill) -> None:
+    """Before it is HTTP/2 by the handshake's limit, afterwards because it does not answer pings."""
+    prefill = new_prefill(token=OURS)
+    said = (b"", HTTP2[:10], HTTP2, HTTP2 + SETTINGS)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", prefill.server.port))) for _ in said]
+        for connection, words in zip(silent, said, strict=True):
+            connection.sendall(words)
+            connection.settimeout(40)
+        for connection, words in zip(silent, said, strict=True):
+            try:
+                while connection.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+            except TimeoutError:
+                pytest.fail(f"{words!r} and then nothing is kept for ever")
