@@ -71,6 +71,8 @@ class PrefillJob:
     cache_salt: str
     timeout: float
     stream: OutgoingStream
+    caller: str = ""
+    priority: int = 0
 
 
 class CallRefused(Exception):
@@ -119,6 +121,8 @@ def parse_call(
         cache_salt=request.cache_salt,
         timeout=request.timeout_ms / 1e3,
         stream=stream,
+        caller=request.caller,
+        priority=request.priority,
     )
 
 

@@ -33,6 +33,7 @@ class EngineConfig:
     ``state_checkpoint_blocks`` blocks of tokens is kept for prefix caching. Layers' KV leaves a prefill replica while
     later ones are computed, in pieces of ``min_piece_bytes`` or more. ``token`` is what callers of every port must
     have; whoever carries the engine reads it from ``cluster_token_file``, if there is one, on the engine's machine.
+    A request that is not admitted within ``queue_timeout`` is refused.
     """
 
     model: str
@@ -54,6 +55,7 @@ class EngineConfig:
     max_piece_bytes: int = 4 << 20
     max_staged_bytes: int = 64 << 20
     request_timeout: float = 600.0
+    queue_timeout: float | None = None
     transfer_timeout: float = 120.0
     threads: int | None = None
     advertised_host: str = "127.0.0.1"

@@ -6,7 +6,7 @@ fails only that request.
 """
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -40,6 +40,8 @@ from worker.wire import engine_pb2 as wire
 log = logging.getLogger(__name__)
 
 LOAD_REPORT_SECONDS = 1.0
+BUSY_LOAD_REPORT_SECONDS = 0.1
+"""Front ends refuse requests by these reports while a queue is full."""
 
 _REASONS = {
     FinishReason.MORE: wire.FINISH_REASON_UNSPECIFIED,
@@ -73,10 +75,12 @@ class DecodeEngine:
             prefix_tokens=runner.prefix_tokens,
             max_choices=config.max_running_requests,
             default_timeout=config.request_timeout,
+            queue_timeout=config.queue_timeout,
             eos_token_ids=runner.eos_token_ids,
         )
         self._requests: dict[RequestId, Request] = {}
         self._clients: dict[str, Client] = {}
+        self._submits: Counter[str] = Counter()
         self._outbox: defaultdict[str, list[wire.Output]] = defaultdict(list)
         self._load_sent = 0.0
 
@@ -101,6 +105,7 @@ class DecodeEngine:
                 gone = [name for name, request in self._requests.items() if request.client is event.client]
                 self._abort(gone, now)
                 self._clients.pop(event.client.client_id, None)
+                self._submits.pop(event.client.client_id, None)
             case StatusWanted():
                 event.reply(self.status())
             case CacheCleared():
@@ -150,8 +155,10 @@ class DecodeEngine:
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             total_blocks=counts.total,
-            outstanding_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
+            outstanding_prompt_tokens=waiting.tokens,
             prefill_peers=self._transfers.peers if self._transfers is not None else 0,
+            queue_limit=self._scheduler.queue_limit,
+            retry_after_ms=self._retry_after_ms(),
         )
 
     def status(self) -> wire.StatusReply:
@@ -189,6 +196,7 @@ class DecodeEngine:
     def _submit(self, event: Submitted, now: float) -> None:
         client, submit = event.client, event.submit
         name = request_id_of(client, submit.request_id)
+        self._submits[client.client_id] += 1
         try:
             if name in self._requests:
                 raise InvalidRequest(f"request_id {submit.request_id} is already in use")
@@ -196,17 +204,29 @@ class DecodeEngine:
         except InvalidRequest as error:
             self._refuse(client, submit.request_id, wire.ERROR_KIND_INVALID, str(error))
             return
-        if self._scheduler.full:
-            self._refuse(
-                client,
-                submit.request_id,
-                wire.ERROR_KIND_OVERLOADED,
-                f"the queue holds {self._config.max_waiting_requests} requests already (--max-waiting-requests)",
-                retry_after_ms=1000,
-            )
+        refusal = self._refusal(sequence, now)
+        if refusal is not None:
+            self.counters.requests_refused += 1
+            self._refuse(client, submit.request_id, wire.ERROR_KIND_OVERLOADED, refusal)
             return
         self._requests[name] = Request(client, submit.request_id, open_choices=submit.n)
         self._scheduler.add(sequence)
+
+    def _refusal(self, sequence: Sequence, now: float) -> str | None:
+        """Why a new request cannot queue, if it cannot. May make room at the cost of who has more than a fair share."""
+        wait, patience = self._scheduler.wait(sequence), sequence.start_by - now
+        if wait is not None and wait > patience:
+            return f"its turn would come in about {wait:.0f} s, but it must start within {patience:.1f} s"
+        if self._scheduler.full:
+            full = f"the queue holds {len(self._scheduler.waiting)} requests already (--max-waiting-requests)"
+            displaced = self._scheduler.waiting.displaced_by(sequence.caller)
+            if displaced is None:
+                return full
+            self._fail(displaced.request_id, wire.ERROR_KIND_OVERLOADED, f"{full}, too many of them yours")
+        return None
+
+    def _retry_after_ms(self) -> int:
+        return int(self._scheduler.pace.retry_after(len(self._scheduler.waiting)) * 1e3)
 
     def _abort(self, names: Iterable[RequestId], now: float) -> None:
         for name in names:
@@ -214,13 +234,19 @@ class DecodeEngine:
                 self.counters.requests_aborted += 1
 
     def _expire(self, now: float) -> None:
-        for name in dict.fromkeys(sequence.request_id for sequence in self._scheduler.expired(now)):
-            self._fail(name, wire.ERROR_KIND_TIMEOUT, "the request's deadline has passed")
+        late = {sequence.request_id: sequence for sequence in self._scheduler.expired(now)}
+        for name, sequence in late.items():
+            if sequence.deadline <= now:
+                self._fail(name, wire.ERROR_KIND_TIMEOUT, "the request's deadline has passed")
+            else:
+                seconds = sequence.start_by - sequence.arrival
+                self._fail(name, wire.ERROR_KIND_OVERLOADED, f"its turn did not come within {seconds:g} s")
 
     def _fail(self, name: RequestId, kind: wire.ErrorKind, message: str) -> None:
         request = self._drop(name, 0.0)
         if request is not None:
-            self.counters.requests_failed += 1
+            self.counters.requests_failed += kind != wire.ERROR_KIND_OVERLOADED
+            self.counters.requests_refused += kind == wire.ERROR_KIND_OVERLOADED
             self._refuse(request.client, request.wire_id, kind, message)
 
     def _drop(self, name: RequestId, now: float) -> Request | None:
@@ -230,10 +256,10 @@ class DecodeEngine:
         self._scheduler.finish(self._scheduler.of_request(name))
         return self._requests.pop(name, None)
 
-    def _refuse(
-        self, client: Client, wire_id: str, kind: wire.ErrorKind, message: str, retry_after_ms: int = 0
-    ) -> None:
-        error = wire.Error(kind=kind, message=message, retry_after_ms=retry_after_ms)
+    def _refuse(self, client: Client, wire_id: str, kind: wire.ErrorKind, message: str) -> None:
+        error = wire.Error(kind=kind, message=message)
+        if kind == wire.ERROR_KIND_OVERLOADED:
+            error.retry_after_ms = self._retry_after_ms()
         self._outbox[client.client_id].append(
             wire.Output(request_id=wire_id, finish_reason=wire.FINISH_REASON_ERROR, error=error)
         )
@@ -385,14 +411,14 @@ class DecodeEngine:
 
     def _flush(self, now: float) -> None:
         """Send what this step produced, one message per front end; everybody's load report when it is due."""
-        report = now - self._load_sent >= LOAD_REPORT_SECONDS
+        report = now - self._load_sent >= (LOAD_REPORT_SECONDS if self.idle else BUSY_LOAD_REPORT_SECONDS)
         if not (self._outbox or report):
             return
         load = self.load()
         for client_id, client in self._clients.items():
             outputs = self._outbox.get(client_id, [])
             if outputs or report:
-                client.send(wire.EngineMessage(outputs=outputs, load=load))
+                client.send(wire.EngineMessage(outputs=outputs, load=load, submits=self._submits[client_id]))
         self._outbox.clear()
         if report:
             self._load_sent = now

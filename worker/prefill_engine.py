@@ -169,6 +169,8 @@ class PrefillEngine:
             salt=job.cache_salt,
             arrival=now,
             deadline=now + job.timeout,
+            caller=job.caller,
+            priority=job.priority,
         )
         self._jobs[sequence.request_id] = _Prompt(job, sequence, admitted=now)
         self._team.outgoing.attach(RankStream(job.name, 0, job.stream))

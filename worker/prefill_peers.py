@@ -115,6 +115,8 @@ class PrefillPeers:
                 if (peer.pair.sender, peer.pair.receiver) == (0, 0):
                     request.token_ids.extend(command.token_ids)
                     request.cache_salt = command.cache_salt
+                    request.caller = command.caller
+                    request.priority = command.priority
                     request.lacking.extend(wire.SlotRange(begin=s.begin, end=s.end) for s in command.lacking)
                 started.append((peer, peer.open(request, self._deliver, command.seconds)))
         return tuple(started)

@@ -12,6 +12,7 @@ from worker.sequence import RequestId, Sequence
 from worker.wire import engine_pb2 as wire
 
 MAX_REQUEST_ID_BYTES = 256
+MAX_CALLER_BYTES = 256
 
 
 class Client(Protocol):
@@ -78,6 +79,7 @@ class RequestLimits:
     prefix_tokens: tuple[int, ...]
     max_choices: int
     default_timeout: float
+    queue_timeout: float | None
     eos_token_ids: frozenset[int]
 
 
@@ -86,6 +88,8 @@ def make_sequence(submit: wire.Submit, request_id: RequestId, limits: RequestLim
     known = len(submit.token_ids)
     if not 0 < len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES:
         raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_BYTES} bytes")
+    if len(submit.caller.encode()) > MAX_CALLER_BYTES:
+        raise InvalidRequest(f"caller must have at most {MAX_CALLER_BYTES} bytes")
     if not 0 < submit.prompt_len <= known:
         raise InvalidRequest(f"prompt_len is {submit.prompt_len}, but {known} token ids were given")
     if known >= limits.max_model_len:
@@ -111,4 +115,7 @@ def make_sequence(submit: wire.Submit, request_id: RequestId, limits: RequestLim
         deadline=now + timeout,
         eos_token_ids=limits.eos_token_ids,
         branches=submit.n,
+        caller=submit.caller,
+        priority=submit.priority,
+        start_by=now + min(timeout, limits.queue_timeout or timeout),
     )

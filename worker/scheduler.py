@@ -4,11 +4,11 @@ One per engine, used from the engine's thread only. It does no I/O and reads no 
 and changed sequences go out, so that a simulation drives the same code.
 
 A step serves sequences in three passes. Decodes first, one token each, so that a long prompt never delays them by more
-than its chunk; then prompts that have begun, a chunk each within the token budget; then new admissions. A sequence that
-finds no block preempts the one that was admitted last and is not yet part of the step.
+than its chunk; then prompts that have begun, a chunk each within the token budget; then new admissions, in the order of
+the waiting queue. A sequence that finds no block preempts another that is not yet part of the step: of the caller whose
+sequence was admitted last, the one of the lowest priority.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -20,8 +20,10 @@ from worker.config import EngineConfig, Role
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.manager import KVCacheManager
+from worker.queue_pace import QueuePace
 from worker.ranks.commands import Compute, SequenceRows
 from worker.sequence import Epoch, RequestId, Sequence, SequenceState
+from worker.waiting_queue import GENERATED_TOKEN_COST, WaitingQueue
 
 MAX_TRANSFER_ATTEMPTS = 3
 # Logits of every prompt token are wanted rarely and are large; their chunks are kept small.
@@ -120,19 +122,27 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
+        self.pace = QueuePace()
         self.receiving: list[Sequence] = []
         self.running: list[Sequence] = []
         self._epochs = 0
+        self._head_is_stuck = False
         self.preemptions = 0
         self.local_prefills = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
 
     @property
+    def queue_limit(self) -> int:
+        """How many sequences may wait: what is configured, and those who find a free seat in the next step."""
+        free = 0 if self._head_is_stuck else self._config.max_running_requests - len(self.running) - len(self.receiving)
+        return self._config.max_waiting_requests + max(0, free)
+
+    @property
     def full(self) -> bool:
         """Whether the queue takes no further request."""
-        return len(self.waiting) >= self._config.max_waiting_requests
+        return len(self.waiting) >= self.queue_limit
 
     @property
     def idle(self) -> bool:
@@ -142,7 +152,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         assert sequence.state is SequenceState.WAITING
-        self.waiting.append(sequence)
+        self.waiting.push(sequence)
 
     def live(self) -> Iterable[Sequence]:
         """Every sequence that is not finished."""
@@ -153,7 +163,7 @@ class Scheduler:
     def finish(self, sequences: Iterable[Sequence]) -> None:
         """End sequences in whatever state they are and release what they hold, at once."""
         for sequence in list(sequences):
-            self._queue_of(sequence).remove(sequence)
+            self._leave_queue(sequence)
             sequence.move_to(SequenceState.FINISHED)
             self._cache.release(sequence)
 
@@ -162,8 +172,14 @@ class Scheduler:
         return [sequence for sequence in self.live() if sequence.request_id == request_id]
 
     def expired(self, now: float) -> list[Sequence]:
-        """Live sequences whose deadline has passed."""
-        return [sequence for sequence in self.live() if sequence.deadline <= now]
+        """Live sequences whose deadline has passed, or that should have been admitted by now."""
+        late = [sequence for sequence in self.live() if sequence.deadline <= now]
+        return late + [s for s in self.waiting if s.start_by <= now < s.deadline and not s.admitted]
+
+    def wait(self, sequence: Sequence) -> float | None:
+        """About how many seconds a new sequence would wait for its turn; None if nobody can tell yet."""
+        seats = self.queue_limit - self._config.max_waiting_requests
+        return self.pace.wait(max(0, self.waiting.ahead_of(sequence.caller, sequence.priority) - seats))
 
     def schedule(
         self,
@@ -187,32 +203,39 @@ class Scheduler:
 
         transfers: list[Sequence] = []
         admitted: list[Sequence] = []
+        newcomers = 0
+        self._head_is_stuck = self.preemptions > preempted_before
         # After a preemption nothing is admitted: the preempted sequence would only come back and push others out.
         while self.waiting and budget > 0 and self._has_seat() and self.preemptions == preempted_before:
-            sequence = self.waiting[0]
+            sequence = self.waiting.head
             transfer = self._wants_transfer(sequence, credit)
             if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence, transfer):
+                self._head_is_stuck = True
                 break
+            self.waiting.pop()
             if transfer:
-                self.waiting.popleft()
                 sequence.move_to(SequenceState.RECEIVING)
                 self._epochs += 1
                 sequence.epoch = Epoch(self._epochs)
                 self.receiving.append(sequence)
                 transfers.append(sequence)
             else:
-                self.waiting.popleft()
                 sequence.move_to(SequenceState.RUNNING)
                 self.running.append(sequence)
                 self.local_prefills += sequence.pending > 1
-                if sequence.pending > 0:
-                    budget -= self._schedule_rows(sequence, budget, rows)
+            if not sequence.admitted:
+                sequence.admitted = True
+                newcomers += 1
+                self.waiting.charge(sequence.caller, sequence.pending)
+            if sequence.pending > 0 and not transfer:
+                budget -= self._schedule_rows(sequence, budget, rows)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
             sequence.queue_seconds = now - sequence.arrival
             if not sequence.generated:
                 sequence.cached_tokens = sequence.computed
             admitted.append(sequence)
+        self.pace.observe(newcomers, waiting=bool(self.waiting), now=now)
         to_clear = self._cache.take_to_clear()
         return StepPlan(to_clear, tuple(rows), self._draws(rows), tuple(transfers), tuple(admitted))
 
@@ -228,6 +251,7 @@ class Scheduler:
             if sequence is draw.sequence:
                 sequence.tokens.append(token)
                 sequence.branches = 1
+            self.waiting.charge(sequence.caller, GENERATED_TOKEN_COST)
             reason = self._finish_reason(sequence, token)
             sampled.append(Sampled(sequence, token, reason, index))
         self.finish(s.sequence for s in sampled if s.reason is not FinishReason.MORE)
@@ -246,11 +270,11 @@ class Scheduler:
         self.transfer_refused(sequence)
 
     def transfer_refused(self, sequence: Sequence) -> None:
-        """Give a receiving sequence back to the front of the queue; its blocks go back unhashed."""
+        """Give a receiving sequence back to the queue; its blocks go back unhashed."""
         self.receiving.remove(sequence)
         sequence.move_to(SequenceState.WAITING)
         self._cache.release(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.push(sequence)
 
     def _has_seat(self) -> bool:
         return len(self.running) + len(self.receiving) < self._config.max_running_requests
@@ -309,8 +333,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, rows: int, step: list[ScheduledRows]) -> bool:
         while not self._cache.extend(sequence, rows):
-            scheduled = {id(other.sequence) for other in step}
-            victim = next(other for other in reversed(self.running) if id(other) not in scheduled)
+            victim = self._victim(step)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -320,8 +343,15 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.move_to(SequenceState.WAITING)
         self._cache.release(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.push(sequence)
         self.preemptions += 1
+
+    def _victim(self, step: list[ScheduledRows]) -> Sequence:
+        """Priorities count among one caller's sequences, so that nobody's keeps others' from being computed."""
+        scheduled = {id(other.sequence) for other in step}
+        candidates = [other for other in reversed(self.running) if id(other) not in scheduled]
+        own = (other for other in candidates if other.caller == candidates[0].caller)
+        return max(own, key=lambda other: other.priority)
 
     def _branch(self, draw: Draw, token: int, copies: list[BlockCopy]) -> Sequence:
         """Make another choice of a prompt whose first token was just sampled."""
@@ -341,7 +371,7 @@ class Scheduler:
         )
         copied = self._cache.fork(parent, child)
         if copied is None:
-            self.waiting.appendleft(child)
+            self.waiting.push(child)
             return child
         copies += copied
         child.move_to(SequenceState.RUNNING)
@@ -356,11 +386,11 @@ class Scheduler:
             return FinishReason.LENGTH
         return FinishReason.MORE
 
-    def _queue_of(self, sequence: Sequence) -> "deque[Sequence] | list[Sequence]":
+    def _leave_queue(self, sequence: Sequence) -> None:
         match sequence.state:
             case SequenceState.WAITING:
-                return self.waiting
+                self.waiting.remove(sequence)
             case SequenceState.RECEIVING:
-                return self.receiving
+                self.receiving.remove(sequence)
             case _:
-                return self.running
+                self.running.remove(sequence)

@@ -4,6 +4,7 @@ A sequence is made when a request arrives (choice 0) or when a prompt's first to
 lives in the scheduler, which alone changes it, and ends when it is finished and its blocks are released.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NewType
@@ -44,7 +45,8 @@ class Sequence:
     ``tokens`` are prompt and generated tokens; ``computed`` of them are in the cache. The first ``prefix_len`` are the
     model's own, not the client's. ``tables`` are its blocks, one table per KV cache group. ``hashes`` names the leading
     full blocks of the smallest block size. ``branches`` is how many choices still share this prompt. ``deadline`` is in
-    the engine's clock, seconds.
+    the engine's clock, seconds; by ``start_by`` it must have been admitted once. ``caller``, ``priority`` and
+    ``arrival_number``, which the queue gives it, order it there.
     """
 
     request_id: RequestId
@@ -67,6 +69,11 @@ class Sequence:
     prompt_reported: bool = False
     cached_tokens: int = 0
     queue_seconds: float = 0.0
+    caller: str = ""
+    priority: int = 0
+    start_by: float = math.inf
+    admitted: bool = False
+    arrival_number: int = 0
 
     @property
     def pending(self) -> int:

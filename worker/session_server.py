@@ -62,6 +62,8 @@ class SessionClient:
             if messages:
                 joined = messages[0]
                 for message in messages[1:]:
+                    # Merged, a number that has become 0 would keep its old value.
+                    joined.ClearField("load")
                     joined.MergeFrom(message)
                 yield joined
             if self._closed:

@@ -98,6 +98,8 @@ class Transfers:
                 seconds=opened.deadline - now,
                 token_ids=tuple(sequence.tokens[:-1]),
                 cache_salt=sequence.salt,
+                caller=sequence.caller,
+                priority=sequence.priority,
             )
         )
         return True

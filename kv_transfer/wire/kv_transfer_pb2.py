@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kv_transfer/wire/kv_transfer.proto\x12\rcrosskv.kv.v1\"\x94\x01\n\x10HandshakeRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.crosskv.kv.v1.Layout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05ranks\x18\x06 \x01(\r\"\xa7\x01\n\x0eHandshakeReply\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.crosskv.kv.v1.Layout\x12\x13\n\x0bmax_streams\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\r\n\x05ranks\x18\x07 \x01(\r\"\x89\x01\n\x06Layout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12(\n\x08sections\x18\x03 \x03(\x0b\x32\x16.crosskv.kv.v1.Section\x12\x16\n\x0esharing_digest\x18\x04 \x01(\t\x12\x16\n\x0esharing_layers\x18\x05 \x01(\r\"y\n\x07Section\x12)\n\x08lifetime\x18\x01 \x01(\x0e\x32\x17.crosskv.kv.v1.Lifetime\x12\x0e\n\x06window\x18\x02 \x01(\r\x12$\n\x06owners\x18\x03 \x03(\x0b\x32\x14.crosskv.kv.v1.Owner\x12\r\n\x05sinks\x18\x04 \x01(\r\"P\n\x05Owner\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x16\n\x0e\x62ytes_per_slot\x18\x03 \x01(\x04\x12\x0f\n\x07sharers\x18\x04 \x01(\r\"\xf7\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07lacking\x18\x05 \x03(\x0b\x32\x18.crosskv.kv.v1.SlotRange\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x08 \x01(\t\x12\x10\n\x08receiver\x18\t \x01(\r\x12\x11\n\treceivers\x18\n \x01(\r\"=\n\x0bJoinRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\"v\n\x0cStoreRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\r\n\x03set\x18\x04 \x01(\x0cH\x00\x12\r\n\x03get\x18\x05 \x01(\rH\x00\x42\x0b\n\toperation\"L\n\x0bStopRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\'\n\tSlotRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"o\n\x0b\x46rameHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12%\n\x05piece\x18\x02 \x01(\x0b\x32\x14.crosskv.kv.v1.PieceH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.crosskv.kv.v1.EndH\x00\x42\x07\n\x05\x66rame\"\xa5\x01\n\x05Piece\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nslot_begin\x18\x03 \x01(\r\x12\x10\n\x08slot_end\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07section\x18\x06 \x01(\r\x12&\n\x04send\x18\x07 \x01(\x0b\x32\x18.crosskv.kv.v1.GroupSend\"1\n\tGroupSend\x12\x12\n\ngeneration\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"i\n\x03\x45nd\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x12\n\ncompute_ms\x18\x05 \x01(\x01*\x87\x01\n\x08Lifetime\x12\x18\n\x14LIFETIME_UNSPECIFIED\x10\x00\x12\x18\n\x14LIFETIME_EVERY_TOKEN\x10\x01\x12\x18\n\x14LIFETIME_LAST_TOKENS\x10\x02\x12\x12\n\x0eLIFETIME_STATE\x10\x03\x12\x19\n\x15LIFETIME_FIRST_TOKENS\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kv_transfer/wire/kv_transfer.proto\x12\rcrosskv.kv.v1\"\x94\x01\n\x10HandshakeRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.crosskv.kv.v1.Layout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\r\n\x05ranks\x18\x06 \x01(\r\"\xa7\x01\n\x0eHandshakeReply\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x06layout\x18\x03 \x01(\x0b\x32\x15.crosskv.kv.v1.Layout\x12\x13\n\x0bmax_streams\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\r\n\x05ranks\x18\x07 \x01(\r\"\x89\x01\n\x06Layout\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x10\n\x08kv_dtype\x18\x02 \x01(\t\x12(\n\x08sections\x18\x03 \x03(\x0b\x32\x16.crosskv.kv.v1.Section\x12\x16\n\x0esharing_digest\x18\x04 \x01(\t\x12\x16\n\x0esharing_layers\x18\x05 \x01(\r\"y\n\x07Section\x12)\n\x08lifetime\x18\x01 \x01(\x0e\x32\x17.crosskv.kv.v1.Lifetime\x12\x0e\n\x06window\x18\x02 \x01(\r\x12$\n\x06owners\x18\x03 \x03(\x0b\x32\x14.crosskv.kv.v1.Owner\x12\r\n\x05sinks\x18\x04 \x01(\r\"P\n\x05Owner\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x16\n\x0e\x62ytes_per_slot\x18\x03 \x01(\x04\x12\x0f\n\x07sharers\x18\x04 \x01(\r\"\x99\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07lacking\x18\x05 \x03(\x0b\x32\x18.crosskv.kv.v1.SlotRange\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x08 \x01(\t\x12\x10\n\x08receiver\x18\t \x01(\r\x12\x11\n\treceivers\x18\n \x01(\r\x12\x10\n\x08priority\x18\x14 \x01(\x11\x12\x0e\n\x06\x63\x61ller\x18\x15 \x01(\t\"=\n\x0bJoinRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\"v\n\x0cStoreRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\t\x12\r\n\x03set\x18\x04 \x01(\x0cH\x00\x12\r\n\x03get\x18\x05 \x01(\rH\x00\x42\x0b\n\toperation\"L\n\x0bStopRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\'\n\tSlotRange\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"o\n\x0b\x46rameHeader\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12%\n\x05piece\x18\x02 \x01(\x0b\x32\x14.crosskv.kv.v1.PieceH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.crosskv.kv.v1.EndH\x00\x42\x07\n\x05\x66rame\"\xa5\x01\n\x05Piece\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nslot_begin\x18\x03 \x01(\r\x12\x10\n\x08slot_end\x18\x04 \x01(\r\x12\x15\n\rpayload_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07section\x18\x06 \x01(\r\x12&\n\x04send\x18\x07 \x01(\x0b\x32\x18.crosskv.kv.v1.GroupSend\"1\n\tGroupSend\x12\x12\n\ngeneration\x18\x01 \x01(\r\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"i\n\x03\x45nd\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x12\n\ncompute_ms\x18\x05 \x01(\x01*\x87\x01\n\x08Lifetime\x12\x18\n\x14LIFETIME_UNSPECIFIED\x10\x00\x12\x18\n\x14LIFETIME_EVERY_TOKEN\x10\x01\x12\x18\n\x14LIFETIME_LAST_TOKENS\x10\x02\x12\x12\n\x0eLIFETIME_STATE\x10\x03\x12\x19\n\x15LIFETIME_FIRST_TOKENS\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kv_transfer.wire.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LIFETIME']._serialized_start=1711
-  _globals['_LIFETIME']._serialized_end=1846
+  _globals['_LIFETIME']._serialized_start=1745
+  _globals['_LIFETIME']._serialized_end=1880
   _globals['_HANDSHAKEREQUEST']._serialized_start=54
   _globals['_HANDSHAKEREQUEST']._serialized_end=202
   _globals['_HANDSHAKEREPLY']._serialized_start=205
@@ -44,21 +44,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OWNER']._serialized_start=637
   _globals['_OWNER']._serialized_end=717
   _globals['_PREFILLREQUEST']._serialized_start=720
-  _globals['_PREFILLREQUEST']._serialized_end=967
-  _globals['_JOINREQUEST']._serialized_start=969
-  _globals['_JOINREQUEST']._serialized_end=1030
-  _globals['_STOREREQUEST']._serialized_start=1032
-  _globals['_STOREREQUEST']._serialized_end=1150
-  _globals['_STOPREQUEST']._serialized_start=1152
-  _globals['_STOPREQUEST']._serialized_end=1228
-  _globals['_SLOTRANGE']._serialized_start=1230
-  _globals['_SLOTRANGE']._serialized_end=1269
-  _globals['_FRAMEHEADER']._serialized_start=1271
-  _globals['_FRAMEHEADER']._serialized_end=1382
-  _globals['_PIECE']._serialized_start=1385
-  _globals['_PIECE']._serialized_end=1550
-  _globals['_GROUPSEND']._serialized_start=1552
-  _globals['_GROUPSEND']._serialized_end=1601
-  _globals['_END']._serialized_start=1603
-  _globals['_END']._serialized_end=1708
+  _globals['_PREFILLREQUEST']._serialized_end=1001
+  _globals['_JOINREQUEST']._serialized_start=1003
+  _globals['_JOINREQUEST']._serialized_end=1064
+  _globals['_STOREREQUEST']._serialized_start=1066
+  _globals['_STOREREQUEST']._serialized_end=1184
+  _globals['_STOPREQUEST']._serialized_start=1186
+  _globals['_STOPREQUEST']._serialized_end=1262
+  _globals['_SLOTRANGE']._serialized_start=1264
+  _globals['_SLOTRANGE']._serialized_end=1303
+  _globals['_FRAMEHEADER']._serialized_start=1305
+  _globals['_FRAMEHEADER']._serialized_end=1416
+  _globals['_PIECE']._serialized_start=1419
+  _globals['_PIECE']._serialized_end=1584
+  _globals['_GROUPSEND']._serialized_start=1586
+  _globals['_GROUPSEND']._serialized_end=1635
+  _globals['_END']._serialized_start=1637
+  _globals['_END']._serialized_end=1742
 # @@protoc_insertion_point(module_scope)

@@ -93,7 +93,7 @@ class Owner(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kv_heads: _Optional[int] = ..., bytes_per_slot: _Optional[int] = ..., sharers: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "prefill_incarnation", "token_ids", "lacking", "cache_salt", "timeout_ms", "decode_incarnation", "receiver", "receivers")
+    __slots__ = ("request_id", "epoch", "prefill_incarnation", "token_ids", "lacking", "cache_salt", "timeout_ms", "decode_incarnation", "receiver", "receivers", "priority", "caller")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,8 @@ class PrefillRequest(_message.Message):
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     RECEIVERS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     prefill_incarnation: str
@@ -114,7 +116,9 @@ class PrefillRequest(_message.Message):
     decode_incarnation: str
     receiver: int
     receivers: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., decode_incarnation: _Optional[str] = ..., receiver: _Optional[int] = ..., receivers: _Optional[int] = ...) -> None: ...
+    priority: int
+    caller: str
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prefill_incarnation: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., lacking: _Optional[_Iterable[_Union[SlotRange, _Mapping]]] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., decode_incarnation: _Optional[str] = ..., receiver: _Optional[int] = ..., receivers: _Optional[int] = ..., priority: _Optional[int] = ..., caller: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("decode_incarnation", "generation")

@@ -102,7 +102,14 @@ class SchedulerSimulation:
     # What happens to the engine
 
     def ask(
-        self, prompt: list[int], sampling: SamplingParams | None = None, *, choices: int = 1, salt: str = ""
+        self,
+        prompt: list[int],
+        sampling: SamplingParams | None = None,
+        *,
+        choices: int = 1,
+        salt: str = "",
+        caller: str = "",
+        priority: int = 0,
     ) -> RequestId:
         name = RequestId(f"request-{len(self.requests)}")
         sampling = sampling or SamplingParams()
@@ -120,6 +127,8 @@ class SchedulerSimulation:
                 deadline=self.now + 1000.0,
                 eos_token_ids=frozenset({EOS}),
                 branches=choices,
+                caller=caller,
+                priority=priority,
             )
         )
         return name
@@ -149,8 +158,10 @@ class SchedulerSimulation:
         """One step of the engine; transfers of ``refuse`` find no peer after all."""
         self.now += 1.0
         running = [(sequence, sequence.pending) for sequence in self.scheduler.running]
+        new = [sequence for sequence in self.scheduler.waiting if not sequence.admitted]
         plan = self.scheduler.schedule(self.now, credit, frozenset(paused))
         self._check_plan(plan, running, credit, paused)
+        self._check_order(plan, new)
         self.pages.clear(plan.to_clear)
         for sequence in plan.transfers:
             if sequence.request_id in refuse:
@@ -281,6 +292,17 @@ class SchedulerSimulation:
                     assert len(table.blocks) * group.block_size > len(sequence.tokens), "no room for the first token"
             assert sequence.epoch > self._epoch
             self._epoch = sequence.epoch
+
+    def _check_order(self, plan: StepPlan, new: list[Sequence]) -> None:
+        """A caller's new requests are admitted by priority, equal ones as they came; ``new`` waited before the step."""
+        admitted = [sequence for sequence in plan.admitted if sequence in new]
+        for index, sequence in enumerate(admitted):
+            later = [*admitted[index + 1 :], *(other for other in new if other not in admitted)]
+            arrivals = list(self.requests)
+            for other in later:
+                if other.caller == sequence.caller:
+                    mine, others = ((s.priority, arrivals.index(s.request_id)) for s in (sequence, other))
+                    assert mine < others, "out of turn"
 
     def _check_contents(self, row: ScheduledRows) -> None:
         """Ranks, which know nothing of sequences, are told all that a step needs of one."""

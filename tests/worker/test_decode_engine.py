@@ -188,7 +188,7 @@ def test_a_request_that_cannot_be_served_costs_no_other(fields: dict[str, Any]) 
 
 
 def test_deadlines_full_queues_and_a_stop_are_told() -> None:
-    engine = Engine(max_running_requests=1, max_waiting_requests=1)
+    engine = Engine(max_running_requests=1, max_waiting_requests=1, prefix_caching=False)
     engine.submit("slow", [1], max_tokens=100, timeout_ms=2500)
     engine.step()
     engine.submit("queued", [2], max_tokens=100)
@@ -202,6 +202,83 @@ def test_deadlines_full_queues_and_a_stop_are_told() -> None:
     assert engine.front_end.error("queued") == "UNAVAILABLE"
     assert engine.engine.idle
     assert engine.engine.status().held_blocks == 0
+
+
+def test_refusals_say_when_the_queue_will_have_moved_on() -> None:
+    engine = Engine(max_running_requests=1, max_waiting_requests=4)
+    for number in range(40):
+        engine.submit(f"r{number}", [1, number % 30], max_tokens=2)
+        engine.step()
+    refused = [name for name in engine.front_end.outputs if engine.front_end.outputs[name][0].HasField("error")]
+    # One a step comes, one in two steps of a second each is served; four wait.
+    assert len(refused) == pytest.approx(18, abs=3)
+    assert engine.front_end.outputs[refused[-1]][0].error.retry_after_ms == pytest.approx(4 * 2000, rel=0.2)
+    assert engine.engine.status().counters.requests_refused == len(refused)
+    engine.run()
+
+
+def test_what_would_begin_after_its_deadline_is_refused_at_once() -> None:
+    engine = Engine(max_running_requests=1)
+    for number in range(8):
+        engine.submit(f"r{number}", [1, number], max_tokens=5)
+    for _ in range(11):
+        engine.step()
+    # Two were served in ten steps; five wait.
+    engine.submit("hasty", [3], timeout_ms=15_000)
+    engine.submit("patient", [4], timeout_ms=60_000)
+    engine.step()
+    assert engine.front_end.error("hasty") == "OVERLOADED"
+    assert "must start within 15.0 s" in engine.front_end.outputs["hasty"][0].error.message
+    engine.run()
+    assert engine.front_end.tokens("patient") == greedy([4], 3)
+
+
+def test_a_request_may_wait_no_longer_than_it_is_configured() -> None:
+    engine = Engine(max_running_requests=1, queue_timeout=3.0)
+    engine.submit("running", [1], max_tokens=8)
+    engine.step()
+    engine.submit("waiting", [2])
+    engine.run()
+    assert engine.front_end.tokens("running") == greedy([1], 8)
+    assert engine.front_end.error("waiting") == "OVERLOADED"
+    assert "within 3 s" in engine.front_end.outputs["waiting"][0].error.message
+
+
+def test_a_full_queue_of_one_caller_has_room_for_another() -> None:
+    engine = Engine(max_running_requests=1, max_waiting_requests=3)
+    engine.submit("running", [1], max_tokens=3, caller="flood")
+    engine.step()
+    for number in range(4):
+        engine.submit(f"flood-{number}", [2, number], caller="flood")
+    engine.submit("small", [3], caller="small")
+    engine.step()
+    assert engine.front_end.error("flood-3") == engine.front_end.error("flood-2") == "OVERLOADED"
+    engine.run()
+    assert engine.front_end.tokens("small") == greedy([3], 3)
+    order = [name for name in engine.front_end.outputs if engine.front_end.tokens(name)]
+    assert order == ["running", "small", "flood-0", "flood-1"]
+
+
+def test_lower_priorities_first() -> None:
+    engine = Engine(max_running_requests=1)
+    engine.submit("running", [1])
+    engine.step()
+    for name, priority in (("b", 0), ("c", 7), ("a", -7)):
+        engine.submit(name, [2], priority=priority)
+    engine.run()
+    assert list(engine.front_end.outputs) == ["running", "a", "b", "c"]
+
+
+def test_a_report_says_which_requests_it_counts() -> None:
+    reports: list[wire.EngineMessage] = []
+    engine = Engine(max_running_requests=1, max_waiting_requests=2)
+    engine.front_end.send = reports.append  # type: ignore[method-assign]
+    for number in range(5):
+        engine.submit(f"r{number}", [1, number], max_tokens=30)
+    engine.step()
+    last = reports[-1]
+    assert (last.submits, last.load.running_requests, last.load.waiting_requests) == (5, 1, 2)
+    assert last.load.queue_limit == 2
 
 
 def test_leaving_takes_along_ones_own_requests_only() -> None:

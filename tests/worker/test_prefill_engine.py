@@ -229,7 +229,7 @@ def test_a_prompt_without_the_models_own_first_tokens_is_refused(tokens: list[in
 
 
 def test_a_full_queue_is_busy_and_a_stop_is_told() -> None:
-    engine = Engine(max_waiting_requests=2, max_running_requests=1)
+    engine = Engine(max_waiting_requests=1, max_running_requests=1)
     waiting = [engine.ask([0] * 40) for _ in range(2)]
     refused = engine.ask([0])
     assert refused.failure is not None

@@ -44,8 +44,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.seats = seats
 
-    @rule(data=st.data(), salt=st.sampled_from(["", "", "", "tenant"]))
-    def ask(self, data: st.DataObject, salt: str) -> None:
+    @rule(
+        data=st.data(),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+        caller=st.sampled_from(["", "", "other"]),
+        priority=st.sampled_from([0, 0, -1, 1]),
+    )
+    def ask(self, data: st.DataObject, salt: str, caller: str, priority: int) -> None:
         longest = min(12, self.engine.max_model_len - 1)
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest), "prompt")
         choices = 1 if self.role is Role.PREFILL else data.draw(st.integers(1, min(3, self.seats)), "choices")
@@ -57,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ignore_eos=data.draw(st.booleans(), "ignore_eos"),
             prompt_logprobs=logprobs,
         )
-        self.engine.ask(prompt, sampling, choices=choices, salt=salt)
+        self.engine.ask(prompt, sampling, choices=choices, salt=salt, caller=caller, priority=priority)
 
     @rule(data=st.data(), credits=st.lists(CREDITS, min_size=1, max_size=4))
     def run(self, data: st.DataObject, credits: list[PrefillCredit]) -> None:
@@ -131,8 +136,32 @@ def test_the_last_to_be_admitted_is_preempted_and_comes_back_first() -> None:
     while not engine.scheduler.preemptions:
         engine.step()
     assert [s.request_id for s in engine.scheduler.running] == [first]
-    assert [s.request_id for s in engine.scheduler.waiting] == [second, third]
-    assert engine.scheduler.waiting[0].generated > 0
+    assert {s.request_id for s in engine.scheduler.waiting} == {second, third}
+    assert engine.scheduler.waiting.head.request_id == second
+    assert engine.scheduler.waiting.head.generated > 0
+    engine.settle()
+
+
+def test_the_lowest_priority_is_preempted() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=6, block_size=2, prefix_caching=False)
+    answer = SamplingParams(max_tokens=6, ignore_eos=True)
+    least, *others = (engine.ask([token] * 3, answer, priority=p) for token, p in ((0, 5), (1, -5), (2, 0)))
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert [s.request_id for s in engine.scheduler.waiting] == [least]
+    assert {s.request_id for s in engine.scheduler.running} == set(others)
+    engine.settle()
+
+
+def test_nobodys_priority_has_others_preempted() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=4, block_size=2, prefix_caching=False)
+    answer = SamplingParams(max_tokens=5, ignore_eos=True)
+    first = engine.ask([0] * 3, answer, caller="modest", priority=100)
+    later = engine.ask([1] * 3, answer, caller="loud", priority=-100)
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert [s.request_id for s in engine.scheduler.waiting] == [later]
+    assert [s.request_id for s in engine.scheduler.running] == [first]
     engine.settle()
 
 
@@ -288,11 +317,32 @@ def test_expired_and_aborted_sequences_hold_nothing_at_once() -> None:
 
 
 def test_the_queue_says_when_it_is_full() -> None:
-    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=4, block_size=2)
-    assert not engine.scheduler.full
-    for _ in range(engine.config.max_waiting_requests):
-        engine.ask([1])
-    assert engine.scheduler.full
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=4, block_size=2, max_running_requests=2)
+    scheduler, limit = engine.scheduler, engine.config.max_waiting_requests
+
+    def fill() -> int:
+        before = len(engine.requests)
+        while not scheduler.full:
+            engine.ask([1] * 3, ENDLESS)
+        return len(engine.requests) - before
+
+    # Those who find a free seat in the next step do not count.
+    assert fill() == limit + 2
+    engine.step()
+    assert fill() == 0
+    engine.abort(scheduler.running[0].request_id)
+    assert fill() == 1
+
+
+def test_seats_without_memory_do_not_make_the_queue_longer() -> None:
+    engine = SchedulerSimulation(Role.COLOCATED, num_blocks=3, block_size=2, max_running_requests=8)
+    for _ in range(3):
+        engine.ask([1] * 3, ENDLESS)
+    engine.step()
+    assert len(engine.scheduler.running) == 1
+    assert engine.scheduler.queue_limit == engine.config.max_waiting_requests
+    for name in list(engine.requests):
+        engine.abort(name)
 
 
 # Models whose layers keep different things

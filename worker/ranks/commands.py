@@ -121,7 +121,7 @@ class ForgetPeer:
 class OpenIncoming:
     """On a decode rank: blocks are reserved for a transfer; ask for its KV and write what comes.
 
-    ``token_ids`` are the prompt's without its last, and empty but for the leader.
+    ``token_ids`` are the prompt's without its last; they and what follows them are empty but for the leader.
     """
 
     request_id: str
@@ -132,6 +132,8 @@ class OpenIncoming:
     seconds: float
     token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    caller: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class ClientMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "prompt_len", "sampling", "n", "cache_salt", "timeout_ms")
+    __slots__ = ("request_id", "token_ids", "prompt_len", "sampling", "n", "cache_salt", "timeout_ms", "priority", "caller")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,8 @@ class Submit(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_len: int
@@ -59,7 +61,9 @@ class Submit(_message.Message):
     n: int
     cache_salt: str
     timeout_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    priority: int
+    caller: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_len: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., caller: _Optional[str] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id",)
@@ -109,12 +113,14 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("outputs", "load")
+    __slots__ = ("outputs", "load", "submits")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[Output]
     load: Load
-    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    submits: int
+    def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("request_id", "choice", "token_ids", "logprobs", "finish_reason", "stop_token_id", "prompt_info", "error")
@@ -193,7 +199,7 @@ class Error(_message.Message):
     def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "receiving_requests", "free_blocks", "cached_blocks", "total_blocks", "outstanding_prompt_tokens", "prefill_peers")
+    __slots__ = ("running_requests", "waiting_requests", "receiving_requests", "free_blocks", "cached_blocks", "total_blocks", "outstanding_prompt_tokens", "prefill_peers", "queue_limit", "retry_after_ms")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RECEIVING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +208,8 @@ class Load(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PEERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
     receiving_requests: int
@@ -210,7 +218,9 @@ class Load(_message.Message):
     total_blocks: int
     outstanding_prompt_tokens: int
     prefill_peers: int
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., receiving_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., outstanding_prompt_tokens: _Optional[int] = ..., prefill_peers: _Optional[int] = ...) -> None: ...
+    queue_limit: int
+    retry_after_ms: int
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., receiving_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., outstanding_prompt_tokens: _Optional[int] = ..., prefill_peers: _Optional[int] = ..., queue_limit: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -239,7 +249,7 @@ class StatusReply(_message.Message):
     def __init__(self, role: _Optional[str] = ..., replica_id: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., held_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., owner_layers: _Optional[int] = ..., total_layers: _Optional[int] = ..., prefill_error: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills")
+    __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills", "requests_refused")
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_ABORTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +270,7 @@ class Counters(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STALE_PIECES_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     requests_finished: int
     requests_aborted: int
     requests_failed: int
@@ -280,4 +291,5 @@ class Counters(_message.Message):
     steps: int
     stale_pieces: int
     local_prefills: int
-    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfers: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., stale_pieces: _Optional[int] = ..., local_prefills: _Optional[int] = ...) -> None: ...
+    requests_refused: int
+    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfers: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., stale_pieces: _Optional[int] = ..., local_prefills: _Optional[int] = ..., requests_refused: _Optional[int] = ...) -> None: ...
