@@ -148,6 +148,12 @@ class ClusterConfig(BaseSettings):
         description="Layers' KV leaves while later ones are computed, in pieces of at least so much: 256KiB, or bytes.",
     )
     request_timeout: float = Field(600.0, gt=0, le=86400, description="Seconds that one request may take.")
+    queue_timeout: float | None = Field(
+        None,
+        gt=0,
+        le=86400,
+        description="Seconds that a request may wait for its turn before it gets 429. Default: its own timeout.",
+    )
     transfer_timeout: float = Field(
         120.0, gt=0, le=86400, description="Seconds that one prefill and transfer may take."
     )
@@ -294,6 +300,7 @@ class ClusterConfig(BaseSettings):
             transport=self.transport,
             min_piece_bytes=int(self.min_piece_size),
             request_timeout=self.request_timeout,
+            queue_timeout=self.queue_timeout,
             transfer_timeout=self.transfer_timeout,
             threads=self.threads,
             advertised_host=self.advertised_host,

@@ -6,6 +6,7 @@ every request on it; who asked decides whether to try elsewhere.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import grpc
@@ -31,9 +32,11 @@ _OPTIONS = (
 
 
 class Call:
-    """A request on a session: outputs as they come, until the session breaks."""
+    """A request on a session: outputs as they come, until the session breaks. ``started``: it is no longer queued."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self.started = False
         self._outputs: asyncio.Queue[list[Output] | EngineUnavailable] = asyncio.Queue()
 
     def put(self, outputs: "list[Output] | EngineUnavailable") -> None:
@@ -56,6 +59,9 @@ class DecodeSession:
         self._metadata = metadata_of(token)
         self.load = Load()
         self.open_requests = 0
+        self._submits = 0
+        self._acknowledged = 0
+        self._unstarted: Counter[str] = Counter()
         self._channel = grpc.aio.insecure_channel(record.session_address, options=_OPTIONS)
         self._stub = engine_pb2_grpc.EngineStub(self._channel)  # type: ignore[no-untyped-call]
         self._sending: asyncio.Queue[ClientMessage | None] = asyncio.Queue()
@@ -75,14 +81,31 @@ class DecodeSession:
 
     def submit(self, submit: Submit) -> Call:
         """Send a request."""
-        call = self._calls[submit.request_id] = Call()
+        call = self._calls[submit.request_id] = Call(submit.caller)
+        self._submits += 1
+        self._unstarted[submit.caller] += 1
         self._sending.put_nowait(ClientMessage(submit=submit))
         return call
 
     def end(self, request_id: str, *, abort: bool) -> None:
         """Forget a request; ``abort`` tells the replica as well."""
-        if self._calls.pop(request_id, None) is not None and abort and not self.broken:
+        call = self._calls.pop(request_id, None)
+        if call is None:
+            return
+        self._leave_queue(call)
+        if abort and not self.broken:
             self._sending.put_nowait(ClientMessage(abort=Abort(request_id=request_id)))
+
+    def full_for(self, caller: str) -> bool:
+        """Whether the replica would refuse a new request of ``caller``, by its last report and what was sent since.
+
+        A full queue still takes one from a caller that has less in it than another, whose last request it gives up.
+        """
+        limit = self.load.queue_limit
+        # An older replica reports no limit; it refuses by itself.
+        if not limit or self.load.waiting_requests + self._submits - self._acknowledged < limit:
+            return False
+        return self._unstarted[caller] + 1 >= max(self._unstarted.values(), default=0)
 
     async def status(self) -> StatusReply:
         """The replica's own report; raises ``grpc.RpcError``."""
@@ -107,6 +130,7 @@ class DecodeSession:
                 self._connected.set()
                 if message.HasField("load"):
                     self.load = message.load
+                    self._acknowledged = message.submits
                 self._deliver(message)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -126,4 +150,14 @@ class DecodeSession:
         for request_id, outputs in by_request.items():
             call = self._calls.get(request_id)
             if call is not None:
+                self._leave_queue(call)
                 call.put(outputs)
+
+    def _leave_queue(self, call: Call) -> None:
+        """A call that had no output yet has one, or is over."""
+        if call.started:
+            return
+        call.started = True
+        self._unstarted[call.caller] -= 1
+        if not self._unstarted[call.caller]:
+            del self._unstarted[call.caller]

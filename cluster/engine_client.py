@@ -36,6 +36,9 @@ class EngineClient(Protocol):
         waits for it, before every choice has its finish reason aborts the request on the replica.
         """
 
+    def require_room(self, caller: str) -> None:
+        """Raise ``EngineOverloaded`` if every replica's queue is full for a new request of ``caller``."""
+
     async def statuses(self) -> list[StatusReply]:
         """Return every replica's report; replicas that do not answer are left out."""
 

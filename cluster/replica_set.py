@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 import grpc
 
 from cluster.decode_session import STATUS_SECONDS, DecodeSession
-from cluster.engine_client import EngineUnavailable
+from cluster.engine_client import EngineOverloaded, EngineUnavailable
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
 from kv_transfer.cluster_token import ClusterToken, metadata_of
 from worker.config import Role
@@ -78,6 +78,15 @@ class ReplicaSet:
                     raise
         raise EngineUnavailable(f"{MAX_PLACEMENTS} decode replicas vanished while they held this request")
 
+    def require_room(self, caller: str) -> None:
+        """See ``EngineClient``."""
+        usable = [session for session in self._sessions.values() if session.usable]
+        if usable and all(session.full_for(caller) for session in usable):
+            raise EngineOverloaded(
+                "every replica's queue is full (--max-waiting-requests)",
+                min(session.load.retry_after_ms for session in usable) / 1e3,
+            )
+
     async def statuses(self) -> list[wire.StatusReply]:
         """Every replica's report, prefill replicas included; those that do not answer are left out."""
         decode = [session.status() for session in self._sessions.values() if session.usable]
@@ -107,7 +116,9 @@ class ReplicaSet:
         usable = {name: session for name, session in self._sessions.items() if session.usable and name not in tried}
         if not usable:
             raise EngineUnavailable("no decode replica is there")
-        targets = [_target(name, session, len(submit.token_ids)) for name, session in usable.items()]
+        self.require_room(submit.caller)
+        roomy = {name: session for name, session in usable.items() if not session.full_for(submit.caller)} or usable
+        targets = [_target(name, session, len(submit.token_ids)) for name, session in roomy.items()]
         return usable[choose(targets, self._index, submit.token_ids, submit.cache_salt)]
 
     async def _follow(self) -> None:

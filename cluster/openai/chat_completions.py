@@ -29,6 +29,7 @@ class ChatCompletions:
     async def handle(self, data: bytes, caller: Caller) -> Answer:
         """Validate, render, submit; return the whole answer or its events."""
         serving = self._serving
+        serving.require_room(caller.name)
         body = parse(ChatCompletionBody, data)
         serving.check(body)
         top_logprobs = logprobs_of(body.top_logprobs or 0, serving.limits, "top_logprobs")

@@ -36,6 +36,7 @@ class Completions:
     async def handle(self, data: bytes, caller: Caller) -> Answer:
         """Validate, tokenize, submit; return the whole answer or its events."""
         serving = self._serving
+        serving.require_room(caller.name)
         body = parse(CompletionBody, data)
         serving.check(body)
         self._check(body)

@@ -76,7 +76,7 @@ async def answered(request: Request, max_bytes: int, handler: Callable[[bytes], 
 async def generate(
     request: Request, max_bytes: int, metrics: FrontEndMetrics, handler: Callable[[bytes, Caller], Awaitable[Answer]]
 ) -> Response:
-    """Answer with what ``handler`` makes of the body: JSON, or the events of a stream."""
+    """Answer with what ``handler`` makes of the caller's body: JSON, or the events of a stream."""
     metrics.running.inc()
 
     def ended(status: int) -> None:

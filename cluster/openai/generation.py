@@ -41,6 +41,8 @@ class GenerationPlan:
     skip_special_tokens: bool
     cache_salt: str
     timeout_ms: int
+    priority: int
+    caller: str
 
     def submits(self) -> list[Submit]:
         """Return one message per prompt."""
@@ -53,6 +55,8 @@ class GenerationPlan:
                 n=self.choices,
                 cache_salt=self.cache_salt,
                 timeout_ms=self.timeout_ms,
+                priority=self.priority,
+                caller=self.caller,
             )
             for index, (prompt, sampling) in enumerate(zip(self.prompts, self.samplings, strict=True))
         ]

@@ -134,6 +134,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[StatusReply], float]], ...] = (
     ("crosskv_replica_requests_finished", "Requests that ended.", lambda s: s.counters.requests_finished),
     ("crosskv_replica_requests_aborted", "Requests that were aborted.", lambda s: s.counters.requests_aborted),
     ("crosskv_replica_requests_failed", "Requests that failed.", lambda s: s.counters.requests_failed),
+    (
+        "crosskv_replica_requests_refused",
+        "Requests that found a full queue or would have waited too long.",
+        lambda s: s.counters.requests_refused,
+    ),
     ("crosskv_replica_prompt_tokens", "Prompt tokens taken.", lambda s: s.counters.prompt_tokens),
     ("crosskv_replica_generation_tokens", "Tokens sampled.", lambda s: s.counters.generated_tokens),
     (

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cluster.openai.errors import invalid, not_supported
+from cluster.openai.errors import ApiError, invalid, not_supported
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.protocol import ChatMessage, refuse_unsupported_messages
 from cluster.text.chat_template import ChatTemplate, ConversationError
@@ -17,6 +17,7 @@ T = TypeVar("T")
 # Up to here a thread costs more than it gains; beyond, tokenizing would hold up everyone's tokens.
 _INLINE_CHARACTERS = 2048
 _THREADS = 2
+_QUEUED_TEXTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class PromptEncoder:
         self._model = model
         self._limits = limits
         self._threads = ThreadPoolExecutor(_THREADS, "prompt-encoder")
+        self._queued = 0
 
     def close(self) -> None:
         """End the threads after the work that they have."""
@@ -134,7 +136,15 @@ class PromptEncoder:
     async def _run(self, characters: int, work: Callable[[], T]) -> T:
         if characters <= _INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if self._queued >= _QUEUED_TEXTS:
+            raise ApiError(
+                429, f"{self._queued} long prompts wait to be tokenized already", code="overloaded", retry_after=1
+            )
+        self._queued += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._queued -= 1
 
 
 def check_length(length: int, reserved: int, model: ModelCard, param: str) -> None:

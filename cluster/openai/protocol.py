@@ -78,6 +78,8 @@ class GenerationBody(_Body):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    # Lower is served first, as in vLLM; it orders the requests of one caller.
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
     not_yet: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (),

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.engine_client import EngineClient
+from cluster.engine_client import EngineClient, EngineError
 from cluster.openai.api_keys import Caller
+from cluster.openai.errors import from_engine
 from cluster.openai.generation import Generation, GenerationPlan
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.metrics import FrontEndMetrics
@@ -33,6 +34,13 @@ class Serving:
     limits: ApiLimits
     metrics: FrontEndMetrics
     prefix_cache_per_key: bool = False
+
+    def require_room(self, caller: str) -> None:
+        """Refuse a request that no replica would queue, before any work is done for it."""
+        try:
+            self.engine.require_room(caller)
+        except EngineError as error:
+            raise from_engine(error) from None
 
     def check(self, body: GenerationBody) -> None:
         """Refuse what can be refused without looking at the prompt, cheapest first."""
@@ -68,6 +76,8 @@ class Serving:
             skip_special_tokens=body.skip_special_tokens is not False,
             cache_salt=self.cache_salt(body.cache_salt or "", caller),
             timeout_ms=timeout_ms_of(body, self.limits),
+            priority=body.priority or 0,
+            caller=caller.name,
         )
         return Generation(plan, self.engine, self.tokenizer, self.model.eos_token_ids, self.metrics)
 

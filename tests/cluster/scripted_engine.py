@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+from cluster.engine_client import EngineOverloaded
 from worker.wire.engine_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_UNSPECIFIED,
@@ -30,6 +31,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.abort_happened = asyncio.Event()
         self.submitted = asyncio.Event()
+        self.overload: EngineOverloaded | None = None
         self._statuses = list(statuses)
         self.is_ready = ready
 
@@ -53,6 +55,10 @@ class ScriptedEngine:
             if unfinished:
                 self.aborted.append(submit.request_id)
                 self.abort_happened.set()
+
+    def require_room(self, caller: str) -> None:
+        if self.overload is not None:
+            raise self.overload
 
     async def statuses(self) -> list[StatusReply]:
         return self._statuses

@@ -75,6 +75,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "min_piece_size": (1 << 20, 4 << 20),
     "transport": ("torch", "torch"),
     "request_timeout": (1.5, 2.5),
+    "queue_timeout": (1.5, 2.5),
     "transfer_timeout": (1.5, 2.5),
     "ray_address": ("auto", "ray://head:10001"),
 }

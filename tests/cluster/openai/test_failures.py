@@ -136,3 +136,33 @@ async def test_other_requests_do_not_notice(client) -> None:
     async with client(ScriptedEngine(script)) as http:
         assert (await http.post("/v1/completions", json={"prompt": [6]})).status_code == 503
         assert (await http.post("/v1/completions", json={"prompt": [5]})).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_overloaded_cluster_refuses_before_it_looks_at_a_request(client, stream: bool, path: str) -> None:
+    engine = ScriptedEngine(always([40]))
+    engine.overload = EngineOverloaded("full", 2.2)
+    async with client(engine) as http:
+        refused = await http.post(path, json={"no": "prompt", "stream": stream})
+        metrics = (await http.get("/metrics")).text
+        engine.overload = None
+        assert (await http.post(path, json={"no": "prompt"})).status_code == 400
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "3"
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert 'crosskv_requests_total{status="429"} 1.0' in metrics
+    assert not engine.submits
+
+
+async def test_priority_and_caller_reach_the_replica(client) -> None:
+    engine = ScriptedEngine(always([40]))
+    async with client(engine) as http:
+        for priority in (-1000, 7, None):
+            await http.post("/v1/completions", json={"prompt": "a", "priority": priority})
+        for wrong in (-1001, 1001, 0.5, "high"):
+            response = await http.post("/v1/completions", json={"prompt": "a", "priority": wrong})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "priority"
+    assert [submit.priority for submit in engine.submits] == [-1000, 7, 0]
+    assert {submit.caller for submit in engine.submits} == {""}
