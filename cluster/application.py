@@ -63,12 +63,9 @@ class RunningCluster:
 
     def deploy(self, config: ClusterConfig) -> None:
         """Deploy ``config`` and wait until it can answer."""
-        # The front end listens where this process runs, which is where its user looks for it.
         if config.tls is not None:
             config.tls.server_context()
-        own = ray.get_runtime_context().get_node_id()
-        here = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
-        application, self._summary = _application(config, {f"node:{here}": 0.001})
+        application = self._make(config)
         scheme = "http" if config.tls is None else "https"
         self.base_url = f"{scheme}://{_reachable(config.host)}:{config.port}"
         trusted = config.tls.own_context() if config.tls is not None else client_context(None)
@@ -79,6 +76,13 @@ class RunningCluster:
             raise ClusterStartError(f"the replicas did not start: {error}") from error
         self._progress("waiting for an answer")
         self._wait_until_ready(trusted)
+
+    def roll(self, config: ClusterConfig) -> None:
+        """Replace every replica by a new one, of each role one after the other; returns when all are there.
+
+        Where a role has several replicas, no request notices.
+        """
+        serve.run(self._make(config), name=APPLICATION, route_prefix=None)
 
     def redeploy(self, config: ClusterConfig) -> None:
         """Replace the application by another layout on the same Ray cluster."""
@@ -96,6 +100,13 @@ class RunningCluster:
         """Stop the application."""
         serve.delete(APPLICATION)
         stop_directory(APPLICATION)
+
+    def _make(self, config: ClusterConfig) -> serve.Application:
+        # The front end listens where this process runs, which is where its user looks for it.
+        own = ray.get_runtime_context().get_node_id()
+        here = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+        application, self._summary = _application(config, {f"node:{here}": 0.001})
+        return application
 
     def _wait_until_ready(self, trusted: ssl.SSLContext) -> None:
         deadline = time.monotonic() + READY_SECONDS
@@ -131,8 +142,8 @@ def running_cluster(
             yield cluster
         finally:
             if lifeline is None:
-                _bounded(cluster.undeploy, STOP_SECONDS)
-            elif _bounded(lambda: stop_application(APPLICATION), STOP_SECONDS):
+                _bounded(cluster.undeploy, config.drain_seconds + STOP_SECONDS)
+            elif _bounded(lambda: stop_application(APPLICATION), config.drain_seconds + STOP_SECONDS):
                 lifeline.let_go()
     finally:
         if not _bounded(ray.shutdown, STOP_SECONDS):
@@ -184,6 +195,7 @@ def _application(
         tls=config.tls,
         token=config.token,
         cluster_token_file=config.cluster_token_file,
+        drain_seconds=config.drain_seconds,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

@@ -75,6 +75,7 @@ class ClusterConfig(BaseSettings):
     prefill_tensor_parallel_size: int | None = Field(
         None, ge=1, le=64, description="The same for prefill replicas alone. Default: --tensor-parallel-size."
     )
+    front_ends: int = Field(1, ge=1, le=1024, description="Number of front ends. Those on one machine share the port.")
     host: str = Field("127.0.0.1", min_length=1, description="Address that the API listens on.")
     api_key_file: Path | None = Field(
         None,
@@ -163,6 +164,12 @@ class ClusterConfig(BaseSettings):
         "Default: a new one with every start.",
     )
     cluster_token: SecretStr | None = Field(None, description="The same secret itself.")
+    drain_seconds: float = Field(
+        30.0, ge=0, le=86400, description="Seconds that a replica which is to end has to finish what it was asked for."
+    )
+    revision: str = Field(
+        "", description="Any text. A Serve config with another one restarts every replica, one after the other."
+    )
     ray_address: str | None = Field(
         None, description="Ray cluster to join (auto: the one on this machine). Default: start one and stop it again."
     )
@@ -302,6 +309,7 @@ class ClusterConfig(BaseSettings):
             request_timeout=self.request_timeout,
             queue_timeout=self.queue_timeout,
             transfer_timeout=self.transfer_timeout,
+            drain_seconds=self.drain_seconds,
             threads=self.threads,
             advertised_host=self.advertised_host,
             tensor_parallel_size=self.ranks_of(role),

@@ -75,6 +75,11 @@ class DecodeSession:
         return self._connected.is_set() and not self._reader.done()
 
     @property
+    def accepting(self) -> bool:
+        """Whether it takes new requests: a replica that drains only finishes what it has."""
+        return self.usable and not self.load.draining
+
+    @property
     def broken(self) -> bool:
         """Whether the stream has ended."""
         return self._reader.done()

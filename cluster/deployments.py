@@ -29,12 +29,15 @@ SUPERVISOR_CPUS = 0.01
 FRONT_END_CPUS = 0.1
 HEALTH_SECONDS = 5.0
 STOP_SECONDS = 5.0
+"""For what follows draining. Serve's own patience is a little longer."""
+LISTEN_SECONDS = 10.0
 
 
 class EngineSupervisor:
     """One engine replica as Serve sees it: an actor per rank, each in a bundle of its own."""
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
+        self._drain_seconds = config.drain_seconds
         _warn_if_apart(config.tensor_parallel_size)
         self._engine = _in_bundle(ReplicaActor, 1, config).remote(config, model, directory)
         self._lives: list[ray.ObjectRef[None]] = []
@@ -55,9 +58,9 @@ class EngineSupervisor:
         ray.get(self._engine.require_health.remote(), timeout=HEALTH_SECONDS)
 
     def __del__(self) -> None:
-        """Called by Serve before the process ends."""
+        """Called by Serve before the process ends: the engine finishes what it has, then ends."""
         self._stopping = True
-        ray.get(self._engine.stop.remote(), timeout=STOP_SECONDS)
+        ray.get(self._engine.stop.remote(), timeout=self._drain_seconds + STOP_SECONDS)
 
     def _wait_for_start(self) -> None:
         """Return when the replica serves. Raises what kept it, or any of its ranks, from that."""
@@ -104,6 +107,8 @@ class FrontEndSupervisor:
     def __init__(self, config: FrontEndConfig, *engines: object) -> None:
         self._engines = engines
         self._front_end = FrontEnd(config)
+        # Serve stops the next of several front ends when this one is there.
+        self._front_end.wait_until_listening(LISTEN_SECONDS)
 
     def check_health(self) -> None:
         """Called by Serve; a front end without replicas is alive, only not ready."""
@@ -146,7 +151,7 @@ def build_application(
                 health_check_period_s=1.0,
                 health_check_timeout_s=10.0,
                 graceful_shutdown_wait_loop_s=0.1,
-                graceful_shutdown_timeout_s=8.0,
+                graceful_shutdown_timeout_s=config.drain_seconds + STOP_SECONDS + 3.0,
             )
             .bind(engine, config.model, directory)
         )
@@ -154,12 +159,12 @@ def build_application(
         serve.deployment(FrontEndSupervisor)
         .options(
             name="front-end",
-            num_replicas=1,
+            num_replicas=config.front_ends,
             ray_actor_options={"num_cpus": FRONT_END_CPUS, "resources": dict(front_end_resources)},
             health_check_period_s=1.0,
             health_check_timeout_s=10.0,
             graceful_shutdown_wait_loop_s=0.1,
-            graceful_shutdown_timeout_s=8.0,
+            graceful_shutdown_timeout_s=config.drain_seconds + STOP_SECONDS + 3.0,
         )
         .bind(front_end, *engines)
     )

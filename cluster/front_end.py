@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from cluster.directory import DirectoryClient
+from cluster.farewell import Farewell
 from cluster.http_connection import ConnectionLimits
 from cluster.http_server import http_server
 from cluster.model_store import resolve_model
@@ -29,7 +31,10 @@ from kv_transfer.cluster_token import ClusterToken, token_here
 
 log = logging.getLogger(__name__)
 
+NOTICE_SECONDS = 1.0
+"""Between saying that it will close and closing: load balancers and clients move on meanwhile."""
 STOP_SECONDS = 3.0
+"""For what follows draining."""
 READY_POLL_SECONDS = 0.05
 BACKLOG = 2048
 
@@ -55,10 +60,11 @@ class FrontEndConfig:
     tls: TlsFiles | None = None
     token: ClusterToken | None = None
     cluster_token_file: Path | None = None
+    drain_seconds: float = STOP_SECONDS
 
 
 class FrontEnd:
-    """See the module. It listens as soon as a replica can answer; ``stop`` closes every connection."""
+    """See the module. It listens as soon as a replica can answer; ``stop`` finishes what has begun."""
 
     def __init__(self, config: FrontEndConfig) -> None:
         self._config = config
@@ -70,6 +76,8 @@ class FrontEnd:
         self._socket = _bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
+        self._listening = threading.Event()
+        self._farewell = Farewell()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="http", daemon=True)
         self._thread.start()
 
@@ -78,11 +86,18 @@ class FrontEnd:
         """Whether it still serves."""
         return self._thread.is_alive()
 
+    def wait_until_listening(self, seconds: float) -> bool:
+        """Wait for the moment from which on clients are answered; whether it came."""
+        return self._listening.wait(seconds)
+
     def stop(self) -> None:
-        """Stop serving."""
+        """Say that it will close, close the port, finish what has begun within ``drain_seconds``, and end."""
+        if self._listening.is_set():
+            self._farewell.said = True
+            time.sleep(min(NOTICE_SECONDS, self._config.drain_seconds))
         if self._server is not None:
             self._server.should_exit = True
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(self._config.drain_seconds + STOP_SECONDS)
 
     async def _serve(self) -> None:
         config = self._config
@@ -100,12 +115,15 @@ class FrontEnd:
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
         )
-        self._server = http_server(app, self._tls, STOP_SECONDS, ConnectionLimits(config.max_connections))
+        self._server = http_server(
+            self._farewell.around(app), self._tls, config.drain_seconds, ConnectionLimits(config.max_connections)
+        )
         try:
             # Until something can be answered, a client should see that nobody listens, not an error.
             while not (self._replicas.ready() or self._server.should_exit):  # noqa: ASYNC110 (readiness has no event)
                 await asyncio.sleep(READY_POLL_SECONDS)
             self._socket.listen(BACKLOG)
+            self._listening.set()
             await self._server.serve([self._socket])
         finally:
             await self._replicas.stop()

@@ -1,12 +1,13 @@
 """The HTTP server of one front end: uvicorn around an application, as crosskv runs it."""
 
 import functools
+import math
 import resource
 import ssl
 from dataclasses import replace
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from cluster.http_connection import BoundedConnection, ConnectionLimits
 
@@ -15,7 +16,7 @@ _OTHER_DESCRIPTORS = 256
 
 
 def http_server(
-    app: FastAPI, tls: ssl.SSLContext | None, stop_seconds: float, limits: ConnectionLimits | None = None
+    app: ASGIApp, tls: ssl.SSLContext | None, stop_seconds: float, limits: ConnectionLimits | None = None
 ) -> uvicorn.Server:
     """Return a server that answers over TLS if ``tls`` says how, and in the clear if not. It is not started yet."""
     limits = _within_descriptors(limits or ConnectionLimits())
@@ -30,7 +31,7 @@ def http_server(
             access_log=False,
             server_header=False,
             lifespan="on",
-            timeout_graceful_shutdown=int(stop_seconds),
+            timeout_graceful_shutdown=max(1, math.ceil(stop_seconds)),
         )
     )
 

@@ -6,6 +6,9 @@ ranks it carries the leading one.
 
 import asyncio
 import logging
+import time
+from dataclasses import replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
@@ -16,8 +19,21 @@ from worker.config import EngineConfig, Role
 if TYPE_CHECKING:
     from worker.ranks.followers import Followers
     from worker.replica import Replica
+    from worker.replica_record import ReplicaRecord
 
 log = logging.getLogger(__name__)
+
+TRANSFER_GRACE = 2.0
+"""Seconds that decode replicas have at least to take what is computed when a prefill replica ends."""
+
+
+class _Life(Enum):
+    """What the actor does with its replica, one after the other."""
+
+    SERVING = auto()
+    DRAINING = auto()
+    ENDING = auto()
+    ENDED = auto()
 
 
 class ReplicaActor:
@@ -29,6 +45,7 @@ class ReplicaActor:
         self._directory = DirectoryClient(directory)
         self._followers: Followers | None = None
         self._running: Replica | None = None
+        self._life = _Life.SERVING
 
     async def lead(self) -> tuple[str, str]:
         """Get ready to lead other ranks: the replica's incarnation, and the address where they join it."""
@@ -54,23 +71,30 @@ class ReplicaActor:
         assert self._running is not None, "it was not started"
         return self._running
 
+    @property
+    def _record(self) -> "ReplicaRecord":
+        return replace(self._replica.record, draining=self._life is not _Life.SERVING)
+
     async def run(self) -> None:
-        """Report to the directory until the engine fails. Never returns otherwise."""
+        """Report to the directory until the replica is stopped. Raises when the engine has failed."""
         updating: asyncio.Task[None] | None = None
-        while True:
+        while self._life is not _Life.ENDED:
             self._replica.require_health()
             try:
-                live = await self._directory.report(self._replica.record)
+                live = await self._directory.report(self._record)
             except Exception:
                 log.exception("the replica directory does not answer")
             else:
-                if updating is None or updating.done():
+                if self._life is not _Life.ENDING and (updating is None or updating.done()):
                     if updating is not None:
                         # A bug there must end the replica, not leave it without peers.
                         updating.result()
                     prefill = {r.incarnation: r.kv_addresses for r in live if r.role is Role.PREFILL}
+                    draining = {r.incarnation for r in live if r.draining}
                     # Connecting may take seconds; heartbeats must not wait for it.
-                    updating = asyncio.create_task(asyncio.to_thread(self._replica.use_prefill_replicas, prefill))
+                    updating = asyncio.create_task(
+                        asyncio.to_thread(self._replica.use_prefill_replicas, prefill, draining)
+                    )
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def require_health(self) -> None:
@@ -78,6 +102,17 @@ class ReplicaActor:
         self._replica.require_health()
 
     async def stop(self) -> None:
-        """End in an orderly way."""
+        """Take nothing new, finish what was taken, and end; what then is left can be continued elsewhere."""
+        deadline = time.monotonic() + self._config.drain_seconds
+        self._life = _Life.DRAINING
+        try:
+            await self._directory.report(self._record)
+        except Exception:
+            log.exception("the replica directory does not answer; the replica itself says that it is draining")
+        if not await asyncio.to_thread(self._replica.drain, self._config.drain_seconds):
+            log.warning("requests are left after %.0f s; they end here", self._config.drain_seconds)
+        self._life = _Life.ENDING
+        grace = max(TRANSFER_GRACE, deadline - time.monotonic())
+        await asyncio.to_thread(self._replica.stop, transfer_grace=grace)
+        self._life = _Life.ENDED
         await self._directory.remove(self._replica.record.incarnation)
-        await asyncio.to_thread(self._replica.stop)

@@ -21,6 +21,9 @@ from worker.wire import engine_pb2_grpc
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
+PLACE_POLL_SECONDS = 0.05
+PATIENCE_SECONDS = 5.0
+"""How long a request waits for a replica that takes something new: its successor may be about to start."""
 MAX_PLACEMENTS = 3
 """How many replicas a request is offered to before its client is told that none is there."""
 
@@ -34,10 +37,12 @@ class ReplicaSet:
         *,
         needs_prefill: bool,
         token: ClusterToken | None = None,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._live = live
         self._needs_prefill = needs_prefill
         self._token = token
+        self._patience = patience
         self._sessions: dict[str, DecodeSession] = {}
         self._prefill: dict[str, ReplicaRecord] = {}
         self._index = PrefixIndex()
@@ -57,7 +62,7 @@ class ReplicaSet:
     def ready(self) -> bool:
         """Whether a request could be served now."""
         return any(
-            session.usable and (session.load.prefill_peers > 0 or not self._needs_prefill)
+            session.accepting and (session.load.prefill_peers > 0 or not self._needs_prefill)
             for session in self._sessions.values()
         )
 
@@ -65,7 +70,7 @@ class ReplicaSet:
         """See ``EngineClient``. A replica that vanishes before its first output is replaced by another."""
         tried: set[str] = set()
         for _ in range(MAX_PLACEMENTS):
-            session = self._place(submit, tried)
+            session = await self._patiently_place(submit, tried)
             tried.add(session.record.incarnation)
             started = False
             try:
@@ -80,7 +85,7 @@ class ReplicaSet:
 
     def require_room(self, caller: str) -> None:
         """See ``EngineClient``."""
-        usable = [session for session in self._sessions.values() if session.usable]
+        usable = [session for session in self._sessions.values() if session.accepting]
         if usable and all(session.full_for(caller) for session in usable):
             raise EngineOverloaded(
                 "every replica's queue is full (--max-waiting-requests)",
@@ -102,6 +107,8 @@ class ReplicaSet:
             while open_choices > 0:
                 outputs = await call.take()
                 for output in outputs:
+                    if output.error.kind == wire.ERROR_KIND_UNAVAILABLE:
+                        raise EngineUnavailable(output.error.message)
                     if output.finish_reason == wire.FINISH_REASON_ERROR:
                         # An error ends the request, whatever its number of choices.
                         open_choices = 0
@@ -112,8 +119,18 @@ class ReplicaSet:
             session.open_requests -= 1
             session.end(submit.request_id, abort=open_choices > 0)
 
+    async def _patiently_place(self, submit: wire.Submit, tried: set[str]) -> DecodeSession:
+        patience = asyncio.get_running_loop().time() + self._patience
+        while True:
+            try:
+                return self._place(submit, tried)
+            except EngineUnavailable:
+                if asyncio.get_running_loop().time() > patience:
+                    raise
+            await asyncio.sleep(PLACE_POLL_SECONDS)
+
     def _place(self, submit: wire.Submit, tried: set[str]) -> DecodeSession:
-        usable = {name: session for name, session in self._sessions.items() if session.usable and name not in tried}
+        usable = {name: session for name, session in self._sessions.items() if session.accepting and name not in tried}
         if not usable:
             raise EngineUnavailable("no decode replica is there")
         self.require_room(submit.caller)

@@ -1,5 +1,8 @@
 """``crosskv serve``: one cluster in the foreground, from its start to the signal that ends it."""
 
+import os
+import signal
+import threading
 import time
 
 from rich.console import Console
@@ -32,16 +35,23 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
                 f" {summary.dtype}, up to {limit:,} tokens per request)\n"
                 f"  crosskv chat --base-url {cluster.base_url}\n"
                 f"  crosskv status --base-url {cluster.base_url}\n"
-                "Ctrl-C stops it.\n"
+                f"Ctrl-C stops it; kill -USR1 {os.getpid()} restarts every replica, one after the other.\n"
             )
             if not (config.has_api_keys or is_loopback(config.host)):
                 console.print(
                     f"[yellow]Everybody who reaches {escape(config.host)} may use it: see --api-key-file.[/yellow]\n"
                 )
+            restart = threading.Event()
+            signal.signal(signal.SIGUSR1, lambda *_: restart.set())
             try:
                 while True:
                     time.sleep(2)
                     cluster.require_alive()
+                    if restart.is_set():
+                        restart.clear()
+                        steps("restarting every replica, one after the other")
+                        cluster.roll(config)
+                        steps.done()
             except KeyboardInterrupt:
                 steps("stopping")
 

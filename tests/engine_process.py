@@ -111,9 +111,18 @@ class _Host:
         self._following = threading.Thread(target=run)
         self._following.start()
 
-    def use_prefill_replicas(self, replicas: dict[str, tuple[str, ...]]) -> None:
+    def use_prefill_replicas(self, replicas: dict[str, tuple[str, ...]], draining: frozenset[str]) -> None:
         assert self._replica is not None
-        self._replica.use_prefill_replicas(replicas)
+        self._replica.use_prefill_replicas(replicas, draining)
+
+    def drain(self, seconds: float) -> bool:
+        assert self._replica is not None
+        return self._replica.drain(seconds)
+
+    def resident_bytes(self) -> int:
+        import psutil  # noqa: PLC0415
+
+        return int(psutil.Process().memory_info().rss)
 
     def require_health(self) -> None:
         assert self._replica is not None
@@ -191,7 +200,18 @@ class EngineProcess:
 
     def use_prefill_replicas(self, *records: ReplicaRecord) -> None:
         """Tell a decode replica which prefill replicas there are; it is connected to them when this returns."""
-        self._call("use_prefill_replicas", {record.incarnation: record.kv_addresses for record in records})
+        draining = frozenset(record.incarnation for record in records if record.draining)
+        self._call("use_prefill_replicas", {record.incarnation: record.kv_addresses for record in records}, draining)
+
+    def drain(self, seconds: float) -> bool:
+        """Have the replica finish what it has; whether it has."""
+        finished: bool = self._call("drain", seconds)
+        return finished
+
+    def resident_bytes(self) -> int:
+        """The process' memory."""
+        size: int = self._call("resident_bytes")
+        return size
 
     def require_health(self) -> None:
         """Raise unless the replica's engine is alive."""

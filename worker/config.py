@@ -33,7 +33,8 @@ class EngineConfig:
     ``state_checkpoint_blocks`` blocks of tokens is kept for prefix caching. Layers' KV leaves a prefill replica while
     later ones are computed, in pieces of ``min_piece_bytes`` or more. ``token`` is what callers of every port must
     have; whoever carries the engine reads it from ``cluster_token_file``, if there is one, on the engine's machine.
-    A request that is not admitted within ``queue_timeout`` is refused.
+    A request that is not admitted within ``queue_timeout`` is refused. A replica that is to end finishes what it has
+    within ``drain_seconds``.
     """
 
     model: str
@@ -57,6 +58,7 @@ class EngineConfig:
     request_timeout: float = 600.0
     queue_timeout: float | None = None
     transfer_timeout: float = 120.0
+    drain_seconds: float = 30.0
     threads: int | None = None
     advertised_host: str = "127.0.0.1"
     transport: Transport = Transport.GRPC

@@ -20,6 +20,7 @@ from worker.events import (
     ClientArrived,
     ClientGone,
     DecodeEvent,
+    DrainStarted,
     StatusWanted,
     Submitted,
 )
@@ -83,6 +84,7 @@ class DecodeEngine:
         self._submits: Counter[str] = Counter()
         self._outbox: defaultdict[str, list[wire.Output]] = defaultdict(list)
         self._load_sent = 0.0
+        self._drain: DrainStarted | None = None
 
     def handle(self, event: DecodeEvent, now: float) -> None:
         """Take one event from outside."""
@@ -111,6 +113,9 @@ class DecodeEngine:
             case CacheCleared():
                 self._cache.pool.clear_cache()
                 event.reply()
+            case DrainStarted():
+                self._drain = event
+                self._load_sent = 0.0
 
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
@@ -137,6 +142,8 @@ class DecodeEngine:
         self._flush(now)
         if plan.rows and self._scheduler.idle:
             self._cache.pool.check()
+        if self._drain is not None and self.idle:
+            self._drain.drained()
         return bool(plan.rows)
 
     @property
@@ -159,6 +166,7 @@ class DecodeEngine:
             prefill_peers=self._transfers.peers if self._transfers is not None else 0,
             queue_limit=self._scheduler.queue_limit,
             retry_after_ms=self._retry_after_ms(),
+            draining=self._drain is not None,
         )
 
     def status(self) -> wire.StatusReply:
@@ -203,6 +211,9 @@ class DecodeEngine:
             sequence = make_sequence(submit, name, self._limits, now)
         except InvalidRequest as error:
             self._refuse(client, submit.request_id, wire.ERROR_KIND_INVALID, str(error))
+            return
+        if self._drain is not None:
+            self._refuse(client, submit.request_id, wire.ERROR_KIND_UNAVAILABLE, "the replica takes nothing new")
             return
         refusal = self._refusal(sequence, now)
         if refusal is not None:

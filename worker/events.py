@@ -53,6 +53,13 @@ class CacheCleared:
     reply: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """Take nothing new; ``drained`` is called, on the engine's thread, once nothing is left."""
+
+    drained: Callable[[], None]
+
+
 DecodeEvent = (
     Submitted
     | Aborted
@@ -60,6 +67,7 @@ DecodeEvent = (
     | ClientGone
     | StatusWanted
     | CacheCleared
+    | DrainStarted
     | PieceArrived
     | TransferEnded
     | RankReceived

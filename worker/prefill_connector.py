@@ -7,6 +7,7 @@ any request needs them. The engine's thread asks for credit, chooses, and report
 import logging
 import threading
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -43,6 +44,7 @@ class _Link:
     outstanding_tokens: int = 0
     backoff: float = 0.0
     usable_from: float = 0.0
+    draining: bool = False
     busy_since: float | None = None
 
 
@@ -78,9 +80,10 @@ class PrefillConnector:
         """Why a replica that exists cannot be used, if one cannot."""
         return next(iter(self._errors.values()), "")
 
-    def update(self, replicas: Mapping[str, tuple[str, ...]]) -> None:
+    def update(self, replicas: Mapping[str, tuple[str, ...]], draining: AbstractSet[str] = frozenset()) -> None:
         """Follow the directory: ``replicas`` maps incarnation to its ranks' addresses. Blocks while it connects.
 
+        Those of ``draining`` are asked for nothing new; what they have been asked for goes on.
         Called from one discovery thread. A replica whose layout does not match is not asked again: only a new
         incarnation can change that.
         """
@@ -91,7 +94,9 @@ class PrefillConnector:
             self._refused &= replicas.keys()
             for incarnation in self._errors.keys() - replicas.keys():
                 del self._errors[incarnation]
-            known = self._links.keys() | self._refused
+            for incarnation, link in self._links.items():
+                link.draining = incarnation in draining
+            known = self._links.keys() | self._refused | draining
             new = [incarnation for incarnation in replicas if incarnation not in known]
         for incarnation in gone:
             self._team.forget(incarnation)
@@ -101,11 +106,12 @@ class PrefillConnector:
     def credit(self, now: float) -> PrefillCredit:
         """What the prefill side offers at this moment."""
         with self._lock:
-            usable = [link for link in self._links.values() if link.usable_from <= now]
-            if not self._links:
+            links = [link for link in self._links.values() if not link.draining]
+            usable = [link for link in links if link.usable_from <= now]
+            if not links:
                 return NO_PREFILL
             # A peer that is only busy will be usable in a moment; one that failed must not be waited for.
-            waiting = any(link.backoff == 0.0 for link in self._links.values())
+            waiting = any(link.backoff == 0.0 for link in links)
             return PrefillCredit(
                 reachable=bool(usable) or waiting,
                 streams=sum(link.max_streams - link.streams for link in usable),
@@ -119,7 +125,7 @@ class PrefillConnector:
             candidates = {
                 incarnation: link
                 for incarnation, link in self._links.items()
-                if link.usable_from <= now and link.streams < link.max_streams
+                if link.usable_from <= now and link.streams < link.max_streams and not link.draining
             }
             if not candidates:
                 return None

@@ -12,7 +12,7 @@ import grpc
 
 from kv_transfer.prefill_server import PrefillJob, RankStream
 from worker.config import EngineConfig
-from worker.events import CacheCleared, StatusWanted
+from worker.events import CacheCleared, DrainStarted, StatusWanted
 from worker.model_runner import ModelRunner
 from worker.ranks.commands import ClearBlocks, CloseOutgoing, Compute, OpenOutgoing, SendComputed, Summary
 from worker.ranks.process_group import RankLost
@@ -24,7 +24,7 @@ from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-PrefillEvent = PrefillJob | RankStream | StatusWanted | CacheCleared
+PrefillEvent = PrefillJob | RankStream | StatusWanted | CacheCleared | DrainStarted
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class PrefillEngine:
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
         self._jobs: dict[RequestId, _Prompt] = {}
         self._accepted = 0
+        self._drain: DrainStarted | None = None
         self.counters = wire.Counters()
 
     @property
@@ -75,6 +76,8 @@ class PrefillEngine:
             case CacheCleared():
                 self._cache.pool.clear_cache()
                 event.reply()
+            case DrainStarted():
+                self._drain = event
 
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
@@ -100,6 +103,8 @@ class PrefillEngine:
                 self._advance(self._jobs[name], now)
         if plan.rows and self._scheduler.idle:
             self._cache.pool.check()
+        if self._drain is not None and self.idle:
+            self._drain.drained()
         return bool(plan.rows)
 
     def load(self) -> wire.Load:
@@ -112,6 +117,7 @@ class PrefillEngine:
             cached_blocks=counts.cached,
             total_blocks=counts.total,
             outstanding_prompt_tokens=sum(sequence.pending for sequence in self._scheduler.live()),
+            draining=self._drain is not None,
         )
 
     def status(self) -> wire.StatusReply:
@@ -155,8 +161,9 @@ class PrefillEngine:
         if any(prompt.job.name == job.name for prompt in self._jobs.values()):
             job.stream.fail(grpc.StatusCode.INVALID_ARGUMENT, f"{job.name} is under way already")
             return
-        if self._scheduler.full:
-            job.stream.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill queue is full")
+        if self._scheduler.full or self._drain is not None:
+            # Not a failure of this replica: the prompt goes elsewhere, and the decode replica soon knows better.
+            job.stream.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill replica takes no more prompts")
             return
         # Calls may come from several decode replicas with equal request ids.
         self._accepted += 1

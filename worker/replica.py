@@ -5,8 +5,10 @@ Ray: tests make it in plain processes.
 """
 
 import logging
+import threading
 import uuid
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
 from worker.dtype import choose_device
 from worker.engine_loop import EngineLoop
+from worker.events import DrainStarted
 from worker.heap import keep_freed_memory
 from worker.inbox import Inbox
 from worker.incoming_transfers import IncomingTransfers
@@ -69,6 +72,7 @@ class Replica:
         self._followers = followers
         runner = ModelRunner(config, _rank_group(config, followers), fill=fill)
         inbox: Inbox[Any] = Inbox()
+        self._inbox = inbox
         self._connector: PrefillConnector | None = None
         self._prefill_server: PrefillServer | None = None
         engine: PrefillEngine | DecodeEngine
@@ -144,10 +148,21 @@ class Replica:
         self._connector = PrefillConnector(team, selector, config.transfer_timeout)
         return DecodeEngine(config, runner, team, incarnation, self._connector)
 
-    def use_prefill_replicas(self, replicas: Mapping[str, tuple[str, ...]]) -> None:
-        """Tell a decode replica which prefill replicas exist: incarnation to KV addresses. Blocks while connecting."""
+    def use_prefill_replicas(
+        self, replicas: Mapping[str, tuple[str, ...]], draining: AbstractSet[str] = frozenset()
+    ) -> None:
+        """Tell a decode replica which prefill replicas exist: incarnation to KV addresses. Blocks while connecting.
+
+        Those of ``draining`` finish what they were asked for and are asked for nothing new.
+        """
         if self._connector is not None:
-            self._connector.update(replicas)
+            self._connector.update(replicas, draining)
+
+    def drain(self, seconds: float) -> bool:
+        """Take nothing new and wait until nothing is left, but no longer than ``seconds``; whether that is so."""
+        drained = threading.Event()
+        self._inbox.put(DrainStarted(drained.set))
+        return drained.wait(seconds)
 
     def require_health(self) -> None:
         """Raise ``Unhealthy`` if the engine's thread has ended or hangs."""
@@ -158,11 +173,11 @@ class Replica:
         if self._loop.stalled_for > LONGEST_STEP_SECONDS:
             raise Unhealthy(f"{self.record.incarnation}: one step takes {self._loop.stalled_for:.0f} s")
 
-    def stop(self, grace: float = 1.0) -> None:
-        """End everything."""
+    def stop(self, grace: float = 1.0, transfer_grace: float | None = None) -> None:
+        """End everything. What is computed and not yet taken has ``transfer_grace`` seconds (``grace`` if None)."""
         self._loop.stop()
         if self._prefill_server is not None:
-            self._prefill_server.stop(grace)
+            self._prefill_server.stop(grace if transfer_grace is None else transfer_grace)
         self._sessions.stop(grace)
         if self._followers is not None:
             self._followers.stop()

@@ -76,6 +76,9 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "transport": ("torch", "torch"),
     "request_timeout": (1.5, 2.5),
     "queue_timeout": (1.5, 2.5),
+    "drain_seconds": (1.5, 2.5),
+    "front_ends": (2, 3),
+    "revision": ("1", "2"),
     "transfer_timeout": (1.5, 2.5),
     "ray_address": ("auto", "ray://head:10001"),
 }

@@ -182,7 +182,7 @@ async def _nobody() -> AsyncIterator[ReplicaSet]:
     async def live() -> list[ReplicaRecord]:
         return []
 
-    replicas = ReplicaSet(live, needs_prefill=False)
+    replicas = ReplicaSet(live, needs_prefill=False, patience=0.2)
     replicas.start()
     try:
         yield replicas

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRANSFER_GRACE = 2.0
+"""Seconds that decode replicas have to take what is computed when the replica ends."""
 REPORT_SECONDS = 0.05
 """Totals are looked at this often."""
 
@@ -219,6 +221,6 @@ class Follower:
         self._reports.put(None)
         self._commands.cancel()
         if self._server is not None:
-            self._server.stop(0.0)
+            self._server.stop(TRANSFER_GRACE)
         self._connections.put(None)
         self._channel.close()

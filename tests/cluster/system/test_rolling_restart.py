@@ -1,0 +1,114 @@
+"""Every replica of every role is replaced while clients ask, and none of them notices."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.ports import free_port
+from tests.cluster.system.conftest import Serving
+from tests.cluster.system.test_serving import body, complete, prompts
+
+CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def redundant(serving: Serving) -> Iterator[ClusterConfig]:
+    """Two replicas of every role, front ends included, until this module is done."""
+    config = serving.config.replace(port=free_port("127.0.0.1"), front_ends=2, drain_seconds=20)
+    serving.cluster.redeploy(config)
+    yield config
+    serving.cluster.redeploy(serving.config)
+
+
+@dataclass
+class Load:
+    """Clients that ask one question after the other, until the block ends; half of them keep their connections."""
+
+    serving: Serving
+    expected: dict[int, str]
+    questions: list[list[int]]
+    failures: list[str] = field(default_factory=list)
+    answered: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> "Load":
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    async def _run(self) -> None:
+        await asyncio.gather(*(self._client(number) for number in range(CLIENTS)))
+
+    async def _client(self, number: int) -> None:
+        kept = httpx.Limits(max_keepalive_connections=1 if number % 2 else 0)
+        async with httpx.AsyncClient(base_url=self.serving.base_url, timeout=60, limits=kept) as client:
+            turn = number
+            while not self.over.is_set():
+                question = turn % len(self.questions)
+                turn += 1
+                ask = body(self.questions[question], stream=True, max_tokens=60, cache_salt=f"{number}-{turn}")
+                try:
+                    text = await self._text(client, ask)
+                except Exception as error:
+                    self.failures.append(f"client {number}, {question}: {error!r}")
+                    continue
+                self.answered += 1
+                if text != self.expected[question]:
+                    self.failures.append(f"client {number}: {text!r}, not {self.expected[question]!r}")
+
+    async def _text(self, client: httpx.AsyncClient, ask: dict) -> str:
+        text = []
+        ended = False
+        async with client.stream("POST", "/v1/completions", json=ask) as response:
+            if response.status_code != 200:
+                raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
+            async for line in response.aiter_lines():
+                ended = ended or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RuntimeError(str(event))
+                    text += [choice["text"] for choice in event["choices"]]
+        if not ended:
+            raise RuntimeError("the stream broke off")
+        return "".join(text)
+
+
+@pytest.fixture
+def load(serving: Serving, redundant: ClusterConfig) -> Load:
+    questions = prompts(6, 120, seed=31)
+    expected = {
+        index: complete(serving, question, max_tokens=60, cache_salt="alone")["choices"][0]["text"]
+        for index, question in enumerate(questions)
+    }
+    return Load(serving, expected, questions)
+
+
+def incarnations(serving: Serving) -> set[str]:
+    return {status["replica_id"] for status in serving.statuses()}
+
+
+def test_a_rolling_restart_of_all_roles_fails_no_request(
+    serving: Serving, redundant: ClusterConfig, load: Load
+) -> None:
+    before = incarnations(serving)
+    assert len(before) == 4
+    with load:
+        serving.cluster.roll(redundant)
+        after = serving.wait_for(
+            lambda statuses: len(statuses) == 4 and not before & {s["replica_id"] for s in statuses}, 60.0, "new ones"
+        )
+    assert not load.failures, load.failures
+    assert load.answered > 2 * CLIENTS
+    assert {status["role"] for status in after} == {"prefill", "decode"}
