@@ -108,9 +108,18 @@ class DecodeSession:
         """
         limit = self.load.queue_limit
         # An older replica reports no limit; it refuses by itself.
-        if not limit or self.load.waiting_requests + self._submits - self._acknowledged < limit:
+        if not limit or self._waiting < limit:
             return False
         return self._unstarted[caller] + 1 >= max(self._unstarted.values(), default=0)
+
+    @property
+    def retry_after(self) -> float:
+        """Seconds until those who wait now will have been taken, by the pace of the replica's queue; 0 if unknown."""
+        return self._waiting * self.load.queue_ms_per_request / 1e3
+
+    @property
+    def _waiting(self) -> int:
+        return self.load.waiting_requests + self._submits - self._acknowledged
 
     async def status(self) -> StatusReply:
         """The replica's own report; raises ``grpc.RpcError``."""

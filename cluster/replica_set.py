@@ -89,7 +89,7 @@ class ReplicaSet:
         if usable and all(session.full_for(caller) for session in usable):
             raise EngineOverloaded(
                 "every replica's queue is full (--max-waiting-requests)",
-                min(session.load.retry_after_ms for session in usable) / 1e3,
+                min(session.retry_after for session in usable),
             )
 
     async def statuses(self) -> list[wire.StatusReply]:

@@ -165,7 +165,7 @@ class DecodeEngine:
             outstanding_prompt_tokens=waiting.tokens,
             prefill_peers=self._transfers.peers if self._transfers is not None else 0,
             queue_limit=self._scheduler.queue_limit,
-            retry_after_ms=self._retry_after_ms(),
+            queue_ms_per_request=int((self._scheduler.pace.wait(1) or 0.0) * 1e3),
             draining=self._drain is not None,
         )
 
@@ -236,9 +236,6 @@ class DecodeEngine:
             self._fail(displaced.request_id, wire.ERROR_KIND_OVERLOADED, f"{full}, too many of them yours")
         return None
 
-    def _retry_after_ms(self) -> int:
-        return int(self._scheduler.pace.retry_after(len(self._scheduler.waiting)) * 1e3)
-
     def _abort(self, names: Iterable[RequestId], now: float) -> None:
         for name in names:
             if self._drop(name, now) is not None:
@@ -270,7 +267,7 @@ class DecodeEngine:
     def _refuse(self, client: Client, wire_id: str, kind: wire.ErrorKind, message: str) -> None:
         error = wire.Error(kind=kind, message=message)
         if kind == wire.ERROR_KIND_OVERLOADED:
-            error.retry_after_ms = self._retry_after_ms()
+            error.retry_after_ms = int(self._scheduler.pace.retry_after(len(self._scheduler.waiting)) * 1e3)
         self._outbox[client.client_id].append(
             wire.Output(request_id=wire_id, finish_reason=wire.FINISH_REASON_ERROR, error=error)
         )

@@ -112,12 +112,12 @@ async def test_a_front_end_refuses_by_itself_when_all_replicas_are_full() -> Non
     first, second = Replica("a"), Replica("b")
     async with replica_set(first, second) as replicas:
         replicas.require_room("")
-        first.report(waiting_requests=4, retry_after_ms=9000)
+        first.report(waiting_requests=4, queue_ms_per_request=2000)
         await until(lambda: replicas._sessions["a"].load.waiting_requests == 4)
         # The other one has room, and is where the next request goes.
         async with asked(replicas, "r"):
             await until(lambda: bool(second.submits))
-        second.report(waiting_requests=5, retry_after_ms=3500)
+        second.report(waiting_requests=5, queue_ms_per_request=700)
         await until(lambda: not _has_room(replicas))
         with overloaded(3.5):
             replicas.require_room("")
@@ -160,9 +160,62 @@ async def test_a_queue_that_is_full_of_one_callers_requests_is_not_full_for_anot
         with overloaded(0.0):
             replicas.require_room("flood")
         replica.answer(replica.submits[0])
-        await flood.task
+        await until(flood.task.done)
         with overloaded(0.0):
             replicas.require_room("small")
+
+
+async def test_a_draining_replica_is_not_chosen_and_keeps_what_it_has() -> None:
+    first, second = Replica("a"), Replica("b")
+    async with replica_set(first, second) as replicas, asked(replicas, "r0", "r1") as asking:
+        await until(lambda: bool(first.submits and second.submits))
+        first.report(draining=True)
+        await until(lambda: not replicas._sessions["a"].accepting)
+        async with asked(replicas, "r2", "r3"):
+            await until(lambda: len(second.submits) == 3)
+            first.answer(first.submits[0])
+            await until(lambda: sum(each.task.done() for each in asking) == 1)
+            assert len(first.submits) == 1
+        second.report(draining=True)
+        await until(lambda: not replicas.ready())
+
+
+async def test_what_a_replica_refuses_because_it_ends_goes_elsewhere() -> None:
+    first, second = Replica("a"), Replica("b")
+    async with replica_set(first, second) as replicas, asked(replicas, "r") as (asking,):
+        await until(lambda: bool(first.submits or second.submits))
+        old, new = (first, second) if first.submits else (second, first)
+        error = wire.Error(kind=wire.ERROR_KIND_UNAVAILABLE, message="it ends")
+        old.answer(old.submits[0], token_ids=[], finish_reason=wire.FINISH_REASON_ERROR, error=error)
+        await until(lambda: bool(new.submits))
+        new.answer(new.submits[0])
+        await until(asking.task.done)
+        assert [list(output.token_ids) for output in asking.outputs] == [[7]]
+
+
+async def test_a_request_waits_for_a_replica_that_is_about_to_come() -> None:
+    first, second = Replica("a"), Replica("b")
+    known = [first.record]
+
+    async def live() -> list[ReplicaRecord]:
+        return known
+
+    replicas = ReplicaSet(live, needs_prefill=False)
+    replicas.start()
+    try:
+        await until(replicas.ready)
+        first.report(draining=True)
+        await until(lambda: not replicas.ready())
+        async with asked(replicas, "r") as (asking,):
+            known.append(second.record)
+            await until(lambda: bool(second.submits))
+            second.answer(second.submits[0])
+            await until(asking.task.done)
+        assert not first.submits
+    finally:
+        await replicas.stop()
+        for replica in (first, second):
+            replica.server.stop(grace=0.0)
 
 
 async def test_an_older_replica_that_reports_no_limit_is_asked() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, logits_after
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
-from worker.events import Aborted, ClientArrived, ClientGone, Submitted
+from worker.events import Aborted, ClientArrived, ClientGone, DrainStarted, Submitted
 from worker.ranks.rank import Rank
 from worker.ranks.team import RankTeam
 from worker.wire import engine_pb2 as wire
@@ -279,6 +279,32 @@ def test_a_report_says_which_requests_it_counts() -> None:
     last = reports[-1]
     assert (last.submits, last.load.running_requests, last.load.waiting_requests) == (5, 1, 2)
     assert last.load.queue_limit == 2
+
+
+def test_draining_finishes_what_was_taken_and_hands_back_the_rest() -> None:
+    engine = Engine(max_running_requests=1)
+    loads: list[wire.Load] = []
+    engine.submit("running", [1], max_tokens=4)
+    engine.step()
+    engine.submit("waiting", [2])
+    drained: list[bool] = []
+    send = engine.front_end.send
+
+    def receive(message: wire.EngineMessage) -> None:
+        loads.append(message.load)
+        send(message)
+
+    engine.front_end.send = receive  # type: ignore[method-assign]
+    engine.engine.handle(DrainStarted(lambda: drained.append(True)), engine.now)
+    engine.submit("late", [3])
+    engine.step()
+    assert loads[0].draining
+    assert engine.front_end.error("late") == "UNAVAILABLE"
+    assert not drained
+    engine.run()
+    assert engine.front_end.tokens("running") == greedy([1], 4)
+    assert engine.front_end.tokens("waiting") == greedy([2], 3)
+    assert drained
 
 
 def test_leaving_takes_along_ones_own_requests_only() -> None:

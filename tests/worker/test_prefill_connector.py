@@ -106,7 +106,16 @@ class Cluster:
         """Ask the replica that was chosen at time 0."""
         prompt = tuple(range(9))
         command = OpenIncoming(
-            "request", 1, opened.incarnation, LACKING, (), opened.deadline, token_ids=prompt, cache_salt="salt"
+            "request",
+            1,
+            opened.incarnation,
+            LACKING,
+            (),
+            opened.deadline,
+            token_ids=prompt,
+            cache_salt="salt",
+            caller="me",
+            priority=-3,
         )
         return tuple(transfer for _, transfer in self.peers.open(command))
 
@@ -145,6 +154,7 @@ def test_a_call_carries_the_prompt_without_its_last_token(cluster: Cluster) -> N
     assert isinstance(job, PrefillJob)
     assert (job.name, job.receivers) == (TransferName("decode-1", "request", 1), 1)
     assert (job.token_ids, job.lacking, job.cache_salt) == (tuple(range(9)), LACKING, "salt")
+    assert (job.caller, job.priority) == ("me", -3)
     assert job.timeout == SECONDS
     assert (transfer.request_id, transfer.epoch, transfer.sender) == ("request", 1, 0)
 

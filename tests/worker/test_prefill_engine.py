@@ -10,6 +10,7 @@ from kv_transfer.prefill_server import PrefillJob, RankStream, TransferName
 from tests.worker.kept_stream import KeptStream
 from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, hybrid_layers, uniform_layers
 from worker.config import EngineConfig, Role
+from worker.events import DrainStarted
 from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_engine import PrefillEngine
 from worker.ranks.rank import Rank
@@ -39,12 +40,14 @@ class Engine:
         self.now = 0.0
         self.jobs: list[tuple[PrefillJob, KeptStream]] = []
 
-    def ask(self, tokens: list[int], held: int = 0, *, salt: str = "", receivers: int = 1) -> KeptStream:
+    def ask(
+        self, tokens: list[int], held: int = 0, *, salt: str = "", receivers: int = 1, priority: int = 0
+    ) -> KeptStream:
         """A prompt of one token more than ``tokens``, of which the receiver has the slots before ``held``."""
         stream = KeptStream()
         wanted = lacking(self.runner.layout, len(tokens) + 1, [held] * len(self.runner.layout.sections))
         name = TransferName("decode-1", "r", len(self.jobs) + 1)
-        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, 60.0, stream)
+        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, 60.0, stream, priority=priority)
         self.jobs.append((job, stream))
         self.engine.handle(job, self.now)
         return stream
@@ -226,6 +229,39 @@ def test_a_prompt_without_the_models_own_first_tokens_is_refused(tokens: list[in
     good = engine.ask([31, 30, *tokens])
     engine.run()
     assert good.end is not None
+
+
+def test_prompts_go_by_priority() -> None:
+    engine = Engine(max_running_requests=1)
+    begun = engine.ask([0] * 20)
+    engine.step()
+    late, early = (engine.ask([1] * 20, priority=priority) for priority in (5, -5))
+    done = []
+    while not engine.engine.idle:
+        engine.step()
+        done += [stream for stream in (begun, late, early) if stream.end is not None and stream not in done]
+    assert done == [begun, early, late]
+    engine.require_complete()
+
+
+def test_draining_finishes_prompts_and_is_busy_for_others() -> None:
+    engine = Engine(max_batched_tokens=4)
+    begun = engine.ask([0] * 20)
+    engine.step()
+    drained: list[bool] = []
+    engine.engine.handle(DrainStarted(lambda: drained.append(True)), engine.now)
+    late = engine.ask([1] * 20)
+    assert late.failure is not None
+    assert late.failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    engine.jobs.pop()
+    engine.step()
+    assert not drained
+    assert engine.engine.status().load.draining
+    engine.run()
+    engine.step()
+    assert drained
+    assert begun.end is not None
+    engine.require_complete()
 
 
 def test_a_full_queue_is_busy_and_a_stop_is_told() -> None:

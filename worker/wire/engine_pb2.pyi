@@ -199,7 +199,7 @@ class Error(_message.Message):
     def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running_requests", "waiting_requests", "receiving_requests", "free_blocks", "cached_blocks", "total_blocks", "outstanding_prompt_tokens", "prefill_peers", "queue_limit", "retry_after_ms", "draining")
+    __slots__ = ("running_requests", "waiting_requests", "receiving_requests", "free_blocks", "cached_blocks", "total_blocks", "outstanding_prompt_tokens", "prefill_peers", "queue_limit", "queue_ms_per_request", "draining")
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RECEIVING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -209,7 +209,7 @@ class Load(_message.Message):
     OUTSTANDING_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PEERS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     running_requests: int
     waiting_requests: int
@@ -220,9 +220,9 @@ class Load(_message.Message):
     outstanding_prompt_tokens: int
     prefill_peers: int
     queue_limit: int
-    retry_after_ms: int
+    queue_ms_per_request: int
     draining: bool
-    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., receiving_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., outstanding_prompt_tokens: _Optional[int] = ..., prefill_peers: _Optional[int] = ..., queue_limit: _Optional[int] = ..., retry_after_ms: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    def __init__(self, running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., receiving_requests: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., outstanding_prompt_tokens: _Optional[int] = ..., prefill_peers: _Optional[int] = ..., queue_limit: _Optional[int] = ..., queue_ms_per_request: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
