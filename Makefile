@@ -15,7 +15,7 @@ ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/scale_out
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill compile-kernels proto check-proto clean
+.PHONY: help demo serve test test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
@@ -27,6 +27,8 @@ help:
 	@echo "make lint         only linters and types"
 	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
 	@echo "make bench-headless-prefill  prefill of 2,000 tokens without the layers that nothing later depends on"
+	@echo "make bench-overload  five times the requests that can be served: latency of the accepted, 429 for the others"
+	@echo "make bench-soak   5,000 short requests: memory and descriptors of every process before and after"
 	@echo "make compile-kernels  every Triton kernel for sm_80 and sm_90: registers, shared memory, spills (minutes)"
 	@echo "make bench-overlap  how much of a transfer over 1 Gbit/s is hidden behind computation; needs root"
 	@echo "make proto        generate the stubs anew from proto/"
@@ -69,6 +71,12 @@ bench-headless-prefill: $(STAMP)
 # Needs root, for network namespaces and tc.
 bench-overlap: $(DEV)
 	$(PY) -m benchmarks.overlap
+
+bench-overload: $(DEV)
+	$(PY) -m benchmarks.overload
+
+bench-soak: $(DEV)
+	$(PY) -m benchmarks.soak
 
 compile-kernels: $(DEV)
 	$(PY) -m kernels.compile
