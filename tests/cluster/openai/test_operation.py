@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.engine_client import EngineUnavailable
+from cluster.openai.limits import ApiLimits
 from cluster.text.tokenizer import Tokenizer
 from tests.cluster.scripted_engine import ScriptedEngine, always
 from worker.wire.engine_pb2 import Counters, Load, StatusReply
@@ -135,7 +136,7 @@ async def test_models(client) -> None:
 
 
 async def test_long_texts_do_not_hold_up_short_ones(client) -> None:
-    async with client(ScriptedEngine(always([5]))) as http:
+    async with client(ScriptedEngine(always([5])), limits=ApiLimits(max_characters_per_token=1 << 20)) as http:
         long = [asyncio.create_task(http.post("/tokenize", json={"prompt": "fox " * 300_000})) for _ in range(4)]
         short = asyncio.create_task(http.post("/v1/completions", json={"prompt": "fox"}))
         done, _ = await asyncio.wait([*long, short], return_when=asyncio.FIRST_COMPLETED)
