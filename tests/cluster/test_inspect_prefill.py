@@ -84,7 +84,8 @@ LATENT_EXPANSION = (
 
 def linear_flops(path: Path, role: Role) -> float:
     """Of a token, as PyTorch counts while the model computes a prompt."""
-    harness = ModelHarness(path, role=role)
+    # In float64 every product is PyTorch's own, which is what it counts.
+    harness = ModelHarness(path, dtype="float64", role=role)
     with FlopCounterMode(display=False) as counter:
         if role is Role.PREFILL:
             harness.store([PROMPT], CHUNK)

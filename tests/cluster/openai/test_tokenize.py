@@ -31,7 +31,7 @@ async def test_messages_are_what_a_chat_would_send(client) -> None:
 
 async def test_a_text_longer_than_the_context_can_be_counted(client) -> None:
     async with client(ScriptedEngine(always([5]))) as http:
-        answer = (await http.post("/tokenize", json={"prompt": "fox " * 5000})).json()
-        assert answer["count"] > 5000
+        answer = (await http.post("/tokenize", json={"prompt": "fox " * 400})).json()
+        assert answer["count"] > 400
         assert (await http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
         assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
