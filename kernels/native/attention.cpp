@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "vector.h"
@@ -55,60 +56,108 @@ const T* page(const T* cache, const Problem& problem, const Segment& segment, lo
     return cache + block * p.stride + ((part * p.kv_heads + head) * p.block_size + token % p.block_size) * p.head_dim;
 }
 
-// Scores of the tile's tokens for a few rows: products along the head.
+// Scores of some neighbouring tokens for R rows: products along the head, four tokens at a time.
+template <int R, typename T>
+void score_run(const float* queries, const T* keys, long width, long run, float* scores) {
+    const long whole = width / LANES * LANES;
+    long i = 0;
+    for (; i + 4 <= run; i += 4) {
+        Floats products[R][4] = {};
+        for (long d = 0; d < whole; d += LANES) {
+            Floats key[4];
+            for (int t = 0; t < 4; ++t) key[t] = load(keys + (i + t) * width + d);
+            for (int r = 0; r < R; ++r) {
+                const Floats query = load(queries + r * width + d);
+                for (int t = 0; t < 4; ++t) products[r][t] += query * key[t];
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            const Quad sums = sum_each(products[r]);
+            for (int t = 0; t < 4; ++t) {
+                float score = sums[t];
+                for (long d = whole; d < width; ++d) score += queries[r * width + d] * widen(keys[(i + t) * width + d]);
+                scores[r * KEY_TILE + i + t] = score;
+            }
+        }
+    }
+    for (; i < run; ++i) {
+        for (int r = 0; r < R; ++r) {
+            Floats products = {};
+            for (long d = 0; d < whole; d += LANES) products += load(queries + r * width + d) * load(keys + i * width + d);
+            float score = sum(products);
+            for (long d = whole; d < width; ++d) score += queries[r * width + d] * widen(keys[i * width + d]);
+            scores[r * KEY_TILE + i] = score;
+        }
+    }
+}
+
+// sums += weights x values of some neighbouring tokens for R rows.
+template <int R, typename T>
+void add_run(const float* weights, const T* values, long width, long run, float* sums, long sum_stride) {
+    constexpr int VECTORS = R > 2 ? 2 : 4;
+    long d = 0;
+    for (; d + VECTORS * LANES <= width; d += VECTORS * LANES) {
+        Floats totals[R][VECTORS];
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < VECTORS; ++v) totals[r][v] = load(sums + r * sum_stride + d + v * LANES);
+        for (long i = 0; i < run; ++i) {
+            Floats value[VECTORS];
+            for (int v = 0; v < VECTORS; ++v) value[v] = load(values + i * width + d + v * LANES);
+            for (int r = 0; r < R; ++r) {
+                const Floats weight = splat(weights[r * KEY_TILE + i]);
+                for (int v = 0; v < VECTORS; ++v) totals[r][v] += weight * value[v];
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < VECTORS; ++v) store(sums + r * sum_stride + d + v * LANES, totals[r][v]);
+    }
+    for (; d < width; ++d) {
+        for (int r = 0; r < R; ++r) {
+            float total = sums[r * sum_stride + d];
+            for (long i = 0; i < run; ++i) total += weights[r * KEY_TILE + i] * widen(values[i * width + d]);
+            sums[r * sum_stride + d] = total;
+        }
+    }
+}
+
+// Calls `action` with as many rows at a time as registers hold, the first of them and an integral constant for how many.
+template <typename Action>
+void by_few_rows(long rows, const Action& action) {
+    long row = 0;
+    for (; row + 3 <= rows; row += 3) action(row, std::integral_constant<int, 3>());
+    if (rows - row == 2) action(row, std::integral_constant<int, 2>());
+    if (rows - row == 1) action(row, std::integral_constant<int, 1>());
+}
+
+// Scores of the tile's tokens for a few rows, keys taken where they lie.
 template <typename T>
 void score_few(
     const Problem& problem, const Segment& segment, const T* cache, long head, const float* queries, long rows, long first,
     long count, float* scores) {
     const long width = problem.pages.head_dim;
-    for (long t = 0; t < count;) {
+    for (long t = 0, run; t < count; t += run) {
         const T* keys = page(cache, problem, segment, first + t, 0, head);
-        const long run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
-        for (long i = 0; i < run; ++i, keys += width) {
-            for (long r = 0; r < rows; ++r) {
-                const float* query = queries + r * width;
-                Floats products = {};
-                long d = 0;
-                for (; d + LANES <= width; d += LANES) products += load(query + d) * load(keys + d);
-                float score = sum(products);
-                for (; d < width; ++d) score += query[d] * widen(keys[d]);
-                scores[r * KEY_TILE + t + i] = score;
-            }
-        }
-        t += run;
+        run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+        by_few_rows(rows, [&](long row, auto some) {
+            score_run<some()>(queries + row * width, keys, width, run, scores + row * KEY_TILE + t);
+        });
     }
 }
 
-// sums += weights x values for a few rows.
+// sums += weights x values for a few rows, values taken where they lie.
 template <typename T>
 void add_few(
     const Problem& problem, const Segment& segment, const T* cache, long head, const float* weights, long rows, long first,
     long count, float* sums) {
     const long width = problem.pages.head_dim, wide = (problem.pages.parts - 1) * width;
     for (long part = 1; part < problem.pages.parts; ++part) {
-        for (long t = 0; t < count;) {
+        for (long t = 0, run; t < count; t += run) {
             const T* values = page(cache, problem, segment, first + t, part, head);
-            const long run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
-            for (long r = 0; r < rows; ++r) {
-                const float* weight = weights + r * KEY_TILE + t;
-                float* to = sums + r * wide + (part - 1) * width;
-                long d = 0;
-                for (; d + 4 * LANES <= width; d += 4 * LANES) {
-                    Floats total[4];
-                    for (int v = 0; v < 4; ++v) total[v] = load(to + d + v * LANES);
-                    for (long i = 0; i < run; ++i) {
-                        const Floats w = splat(weight[i]);
-                        for (int v = 0; v < 4; ++v) total[v] += w * load(values + i * width + d + v * LANES);
-                    }
-                    for (int v = 0; v < 4; ++v) store(to + d + v * LANES, total[v]);
-                }
-                for (; d < width; ++d) {
-                    float total = to[d];
-                    for (long i = 0; i < run; ++i) total += weight[i] * widen(values[i * width + d]);
-                    to[d] = total;
-                }
-            }
-            t += run;
+            run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+            by_few_rows(rows, [&](long row, auto some) {
+                add_run<some()>(
+                    weights + row * KEY_TILE + t, values, width, run, sums + row * wide + (part - 1) * width, wide);
+            });
         }
     }
 }

@@ -118,6 +118,20 @@ static inline float sum(Floats values) {
     return (total[0] + total[1]) + (total[2] + total[3]);
 }
 
+// The sums of four vectors.
+static inline Quad sum_each(const Floats (&vectors)[4]) {
+    Quad parts[4];
+    for (int v = 0; v < 4; ++v) {
+        parts[v] = quad(vectors[v], 0);
+        for (int i = 1; i < LANES / 4; ++i) parts[v] += quad(vectors[v], i);
+    }
+    const Quad low = __builtin_shufflevector(parts[0], parts[1], 0, 1, 4, 5) +
+                     __builtin_shufflevector(parts[0], parts[1], 2, 3, 6, 7);
+    const Quad high = __builtin_shufflevector(parts[2], parts[3], 0, 1, 4, 5) +
+                      __builtin_shufflevector(parts[2], parts[3], 2, 3, 6, 7);
+    return __builtin_shufflevector(low, high, 0, 2, 4, 6) + __builtin_shufflevector(low, high, 1, 3, 5, 7);
+}
+
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 static inline float largest(Floats values) {
