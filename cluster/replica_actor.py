@@ -12,9 +12,12 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
+from cluster.model_store import resolve_model
 from cluster.rank_actor import on_this_machine
 from cluster.router import PrefillRouter
+from cluster.text.vocabulary import vocabulary_of
 from worker.config import EngineConfig, Role
+from worker.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from worker.ranks.followers import Followers
@@ -42,6 +45,7 @@ class ReplicaActor:
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
         logging.basicConfig(level=logging.INFO)
         self._config = on_this_machine(config, model)
+        self._model = model
         self._directory = DirectoryClient(directory)
         self._followers: Followers | None = None
         self._running: Replica | None = None
@@ -61,8 +65,11 @@ class ReplicaActor:
         """Load the model and serve."""
         from worker.replica import Replica  # noqa: PLC0415
 
+        def vocabulary() -> Vocabulary:
+            return vocabulary_of(resolve_model(self._model).tokenizer)
+
         def make() -> Replica:
-            return Replica(self._config, PrefillRouter(), self._followers)
+            return Replica(self._config, PrefillRouter(), self._followers, vocabulary)
 
         self._running = await asyncio.to_thread(make)
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,11 +72,14 @@ class _Host:
 
     def __init__(self) -> None:
         # The parent need not import torch.
+        from cluster.model_store import resolve_model  # noqa: PLC0415
+        from cluster.text.vocabulary import vocabulary_of  # noqa: PLC0415
         from worker.ranks.follower import Follower  # noqa: PLC0415
         from worker.ranks.followers import Followers  # noqa: PLC0415
         from worker.replica import Replica, new_incarnation  # noqa: PLC0415
 
         self._make = Replica
+        self._vocabulary = lambda model: vocabulary_of(resolve_model(model).tokenizer)
         self._make_followers = Followers
         self._make_follower = Follower
         self._new_incarnation = new_incarnation
@@ -86,7 +90,8 @@ class _Host:
     def start(self, config: EngineConfig, fill: int) -> ReplicaRecord:
         if self._replica is not None:
             self.stop()
-        self._replica = self._make(config, LeastOutstanding(), self._followers, fill=fill)
+        vocabulary = partial(self._vocabulary, config.model)
+        self._replica = self._make(config, LeastOutstanding(), self._followers, vocabulary, fill=fill)
         return self._replica.record
 
     def lead(self, config: EngineConfig) -> tuple[str, str]:

@@ -24,6 +24,8 @@ from worker.events import (
     StatusWanted,
     Submitted,
 )
+from worker.grammar.grammar import GrammarError
+from worker.grammar.grammars import CannotGoOn, GrammarReady, Grammars
 from worker.incoming_transfers import RankReceived
 from worker.model_runner import ModelRunner
 from worker.prefill_connector import PrefillConnector
@@ -34,7 +36,7 @@ from worker.request import Client, Request, RequestLimits, make_sequence, reques
 from worker.sampler import TokenLogprobs, sample, token_logprobs
 from worker.sampling_params import InvalidRequest
 from worker.scheduler import NO_PREFILL, FinishReason, Sampled, Scheduler, StepPlan
-from worker.sequence import RequestId, Sequence
+from worker.sequence import RequestId, Sequence, SequenceState
 from worker.transfers import Ended, Transfers
 from worker.wire import engine_pb2 as wire
 
@@ -61,12 +63,14 @@ class DecodeEngine:
         team: RankTeam,
         replica_id: str,
         connector: PrefillConnector | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._config = config
         self._runner = runner
         self._team = team
         self._replica_id = replica_id
         self.counters = wire.Counters()
+        self._grammars = grammars
         self._transfers = None if connector is None else Transfers(runner, team, connector)
         self._cache = runner.cache_manager()
         self._scheduler = Scheduler(config, self._cache, runner.max_model_len)
@@ -98,6 +102,8 @@ class DecodeEngine:
                 self._take_received(event, now)
             case Submitted():
                 self._submit(event, now)
+            case GrammarReady():
+                self._grammar_ready(event)
             case Aborted():
                 self._abort([request_id_of(event.client, event.wire_id)], now)
             case ClientArrived():
@@ -120,6 +126,7 @@ class DecodeEngine:
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
         self._expire(now)
+        self._settle_grammars()
         for ended in self._transfers.overdue(now) if self._transfers is not None else ():
             self._end_transfer(ended, now)
         credit = self._transfers.credit(now) if self._transfers is not None else NO_PREFILL
@@ -157,7 +164,7 @@ class DecodeEngine:
         waiting = self._scheduler.waiting
         return wire.Load(
             running_requests=len(self._scheduler.running),
-            waiting_requests=len(waiting),
+            waiting_requests=len(self._scheduler.preparing) + len(waiting),
             receiving_requests=len(self._scheduler.receiving),
             free_blocks=counts.free,
             cached_blocks=counts.cached,
@@ -196,6 +203,8 @@ class DecodeEngine:
         for name in list(self._requests):
             self._fail(name, wire.ERROR_KIND_UNAVAILABLE, "the replica is shutting down")
         self._flush(now)
+        if self._grammars is not None:
+            self._grammars.close()
         if self._transfers is not None:
             self._transfers.close()
 
@@ -209,6 +218,9 @@ class DecodeEngine:
             if name in self._requests:
                 raise InvalidRequest(f"request_id {submit.request_id} is already in use")
             sequence = make_sequence(submit, name, self._limits, now)
+            grammar = sequence.sampling.grammar
+            if grammar is not None and self._grammars is None:
+                raise InvalidRequest("this replica was started without a tokenizer, which grammars need")
         except InvalidRequest as error:
             self._refuse(client, submit.request_id, wire.ERROR_KIND_INVALID, str(error))
             return
@@ -222,6 +234,8 @@ class DecodeEngine:
             return
         self._requests[name] = Request(client, submit.request_id, open_choices=submit.n)
         self._scheduler.add(sequence)
+        if grammar is not None and self._grammars is not None:
+            self._grammars.prepare(sequence, grammar)
 
     def _refusal(self, sequence: Sequence, now: float) -> str | None:
         """Why a new request cannot queue, if it cannot. May make room at the cost of who has more than a fair share."""
@@ -271,6 +285,31 @@ class DecodeEngine:
         self._outbox[client.client_id].append(
             wire.Output(request_id=wire_id, finish_reason=wire.FINISH_REASON_ERROR, error=error)
         )
+
+    # Grammars
+
+    def _grammar_ready(self, event: GrammarReady) -> None:
+        for sequence in self._scheduler.of_request(event.request_id):
+            if isinstance(event.outcome, Exception):
+                self._fail_grammar(event.request_id, event.outcome)
+            else:
+                sequence.constraint = event.outcome
+                self._scheduler.prepared(sequence)
+
+    def _settle_grammars(self) -> None:
+        for ended in self._grammars.settle() if self._grammars is not None else ():
+            if isinstance(ended, CannotGoOn):
+                self._fail_grammar(ended.sequence.request_id, ended.error)
+            elif ended.state is not SequenceState.FINISHED:
+                self._scheduler.finish([ended])
+                self._end(ended, wire.FINISH_REASON_STOP)
+
+    def _fail_grammar(self, name: RequestId, error: BaseException) -> None:
+        if isinstance(error, GrammarError):
+            self._fail(name, wire.ERROR_KIND_INVALID, str(error))
+        else:
+            log.error("a grammar could not be used", exc_info=error)
+            self._fail(name, wire.ERROR_KIND_INTERNAL, "the replica failed over this request's grammar")
 
     # Transfers
 
@@ -330,6 +369,8 @@ class DecodeEngine:
             self._team.apply(CopyBlocks(committed.copies))
         for sampled in committed.sampled:
             self._emit(sampled, described.get(sampled.draw))
+            if self._grammars is not None and sampled.sequence.constraint is not None:
+                self._grammars.follow(sampled.sequence)
         self._finish_without_tokens(plan)
 
     def _take_prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> None:
@@ -388,10 +429,13 @@ class DecodeEngine:
                 request = self._requests[sequence.request_id]
                 self._scheduler.finish([sequence])
                 for choice in range(request.open_choices):
-                    output = wire.Output(
-                        request_id=request.wire_id, choice=choice, finish_reason=wire.FINISH_REASON_LENGTH
-                    )
-                    self._send(request, sequence, output)
+                    self._end(sequence, wire.FINISH_REASON_LENGTH, choice)
+
+    def _end(self, sequence: Sequence, reason: wire.FinishReason, choice: int | None = None) -> None:
+        """Report the end of a choice, the sequence's own or another, that comes without a token."""
+        request = self._requests[sequence.request_id]
+        choice = sequence.choice if choice is None else choice
+        self._send(request, sequence, wire.Output(request_id=request.wire_id, choice=choice, finish_reason=reason))
 
     def _send(self, request: Request, sequence: Sequence, output: wire.Output) -> None:
         if not request.prompt_info_sent:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.transfer import PieceArrived, TransferEnded
+from worker.grammar.grammars import GrammarReady
 from worker.incoming_transfers import RankReceived
 from worker.request import Client
 from worker.wire import engine_pb2 as wire
@@ -71,4 +72,5 @@ DecodeEvent = (
     | PieceArrived
     | TransferEnded
     | RankReceived
+    | GrammarReady
 )

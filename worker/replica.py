@@ -23,6 +23,8 @@ from worker.decode_engine import DecodeEngine
 from worker.dtype import choose_device
 from worker.engine_loop import EngineLoop
 from worker.events import DrainStarted
+from worker.grammar.grammars import Grammars
+from worker.grammar.vocabulary import VocabularySource
 from worker.heap import keep_freed_memory
 from worker.inbox import Inbox
 from worker.incoming_transfers import IncomingTransfers
@@ -54,7 +56,7 @@ class Replica:
     """See the module. ``fill`` is the byte that free KV memory is filled with; tests use a telling one.
 
     Of a replica of several ranks this is the leading one. ``followers`` is where the others join; it was made before,
-    because they need its address, and ends with the replica.
+    because they need its address, and ends with the replica. Without a ``vocabulary`` it refuses grammars.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Replica:
         config: EngineConfig,
         selector: PrefillSelector | None = None,
         followers: Followers | None = None,
+        vocabulary: VocabularySource | None = None,
         *,
         fill: int = 0,
     ) -> None:
@@ -75,15 +78,17 @@ class Replica:
         self._inbox = inbox
         self._connector: PrefillConnector | None = None
         self._prefill_server: PrefillServer | None = None
+        grammars = None if vocabulary is None else Grammars(vocabulary, runner.model.vocab_size, inbox.put)
         engine: PrefillEngine | DecodeEngine
         match config.role:
             case Role.PREFILL:
                 engine = self._prefill_engine(config, runner, incarnation, inbox)
             case Role.DECODE:
                 assert selector is not None, "a decode replica needs a way to choose a prefill replica"
-                engine = self._decode_engine(config, runner, incarnation, inbox, selector)
+                engine = self._decode_engine(config, runner, incarnation, inbox, selector, grammars)
             case Role.COLOCATED:
-                engine = DecodeEngine(config, runner, RankTeam(Rank(runner), followers), incarnation)
+                team = RankTeam(Rank(runner), followers)
+                engine = DecodeEngine(config, runner, team, incarnation, grammars=grammars)
         if followers is not None:
             followers.wait(runner.num_blocks, inbox.put)
         self._loop: EngineLoop[Any] = EngineLoop(engine, inbox)
@@ -132,6 +137,7 @@ class Replica:
         incarnation: str,
         inbox: Inbox[Any],
         selector: PrefillSelector,
+        grammars: Grammars | None,
     ) -> DecodeEngine:
         group, staging = _pair_settings(config, runner), StagingBudget(config.max_staged_bytes)
         peers = PrefillPeers(
@@ -146,7 +152,7 @@ class Replica:
         incoming = IncomingTransfers(runner, peers, staging)
         team = RankTeam(Rank(runner, incoming=incoming), self._followers, peers)
         self._connector = PrefillConnector(team, selector, config.transfer_timeout)
-        return DecodeEngine(config, runner, team, incarnation, self._connector)
+        return DecodeEngine(config, runner, team, incarnation, self._connector, grammars)
 
     def use_prefill_replicas(
         self, replicas: Mapping[str, tuple[str, ...]], draining: AbstractSet[str] = frozenset()

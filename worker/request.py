@@ -6,9 +6,10 @@ Made when a Submit arrives, dropped when its last choice has ended. Sequences do
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from worker.grammar.grammar import Grammar, GrammarKind
 from worker.sampler import TokenLogprobs
 from worker.sampling_params import InvalidRequest, SamplingParams
-from worker.sequence import RequestId, Sequence
+from worker.sequence import RequestId, Sequence, SequenceState
 from worker.wire import engine_pb2 as wire
 
 MAX_REQUEST_ID_BYTES = 256
@@ -64,7 +65,22 @@ def parse_sampling(message: wire.Sampling) -> SamplingParams:
         logit_bias=dict(message.logit_bias),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=parse_grammar(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def parse_grammar(message: wire.Grammar) -> Grammar:
+    """A grammar as it crosses the wire, unchecked; one of a kind that is not known here raises ``InvalidRequest``."""
+    match message.WhichOneof("source"):
+        case "json_schema":
+            return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema, message.compact)
+        case "regex":
+            return Grammar(GrammarKind.REGEX, message.regex)
+        case "ebnf":
+            return Grammar(GrammarKind.EBNF, message.ebnf)
+        case "structural_tag":
+            return Grammar(GrammarKind.STRUCTURAL_TAG, message.structural_tag)
+    raise InvalidRequest("the grammar is of a kind that this replica does not know")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +134,5 @@ def make_sequence(submit: wire.Submit, request_id: RequestId, limits: RequestLim
         caller=submit.caller,
         priority=submit.priority,
         start_by=now + min(timeout, limits.queue_timeout or timeout),
+        state=SequenceState.WAITING if sampling.grammar is None else SequenceState.PREPARING,
     )

@@ -33,13 +33,15 @@ class TokenLogprobs:
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Choose one token per draw from float32 ``[rows, vocab]``.
 
-    Penalties, bias and the ban of end tokens before ``min_tokens`` apply first, then temperature, top-k, top-p, min-p.
+    Penalties, bias and the ban of end tokens before ``min_tokens`` apply first, then grammars, then temperature, top-k,
+    top-p, min-p.
     """
     if not draws:
         return []
     chosen = logits.index_select(0, torch.tensor([draw.row for draw in draws], device=logits.device))
     for row, draw in enumerate(draws):
         _adjust(chosen[row], draw)
+    _constrain(chosen, draws)
     if chosen.isnan().any():
         raise FloatingPointError("the model's logits are not numbers; its weights may be damaged")
     tokens = chosen.argmax(dim=-1)
@@ -105,6 +107,24 @@ def _adjust(row: torch.Tensor, draw: Draw) -> None:
         row[tokens] += torch.tensor(list(sampling.logit_bias.values()), device=row.device)
     if sequence.generated < sampling.min_tokens and sequence.end_tokens:
         row[torch.tensor(sorted(sequence.end_tokens), device=row.device)] = -torch.inf
+
+
+def _constrain(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    """Leave of the rows ``[draws, vocab]``, in place, the tokens that their requests' grammars allow."""
+    rows, masks = [], []
+    for row, draw in enumerate(draws):
+        constraint = draw.sequence.constraint
+        if constraint is not None:
+            assert constraint.next is not None, "a token is wanted, and it is not known what may follow"
+            rows.append(row)
+            masks.append(constraint.next.allowed)
+    if not rows:
+        return
+    words = torch.from_numpy(np.stack(masks)).to(logits.device)
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+    index = torch.tensor(rows, device=logits.device)
+    logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
 
 
 def _sample_random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from worker.grammar.grammar import Grammar, GrammarError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,7 +22,8 @@ class SamplingParams:
     """Sampling of one request; every choice of it uses the same.
 
     ``top_k`` 0 keeps every token. ``logprobs`` None means none; 0 the sampled token's; k also the k most likely ones.
-    ``stop_token_ids`` end a choice like the model's own end-of-sequence tokens, but also under ``ignore_eos``.
+    ``stop_token_ids`` end a choice like the model's own end-of-sequence tokens, but also under ``ignore_eos``. Where a
+    ``grammar`` lets nothing follow, the choice ends whatever ``min_tokens`` and ``ignore_eos`` say.
     """
 
     temperature: float = 1.0
@@ -38,6 +41,7 @@ class SamplingParams:
     logit_bias: "Mapping[int, float]" = field(default_factory=lambda: MappingProxyType({}))
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -70,6 +74,11 @@ class SamplingParams:
             raise InvalidRequest("top_p is 0, which keeps no token; use a value above 0")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise InvalidRequest("max_tokens is 0, which is only possible together with prompt_logprobs")
+        if self.grammar is not None:
+            try:
+                self.grammar.check_size()
+            except GrammarError as error:
+                raise InvalidRequest(str(error)) from None
         for token in (*self.stop_token_ids, *self.logit_bias):
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(f"token id {token} is not in the model's vocabulary of {vocab_size}")

@@ -122,6 +122,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._max_model_len = max_model_len
+        self.preparing: list[Sequence] = []
         self.waiting = WaitingQueue()
         self.pace = QueuePace()
         self.receiving: list[Sequence] = []
@@ -142,20 +143,30 @@ class Scheduler:
     @property
     def full(self) -> bool:
         """Whether the queue takes no further request."""
-        return len(self.waiting) >= self.queue_limit
+        return len(self.preparing) + len(self.waiting) >= self.queue_limit
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do and nothing to wait for."""
-        return not (self.waiting or self.receiving or self.running)
+        return not (self.preparing or self.waiting or self.receiving or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
-        assert sequence.state is SequenceState.WAITING
+        """Queue a new sequence, or keep it until its grammar is ready."""
+        if sequence.state is SequenceState.PREPARING:
+            self.preparing.append(sequence)
+        else:
+            assert sequence.state is SequenceState.WAITING
+            self.waiting.push(sequence)
+
+    def prepared(self, sequence: Sequence) -> None:
+        """Queue a sequence whose grammar is ready."""
+        self.preparing.remove(sequence)
+        sequence.move_to(SequenceState.WAITING)
         self.waiting.push(sequence)
 
     def live(self) -> Iterable[Sequence]:
         """Every sequence that is not finished."""
+        yield from self.preparing
         yield from self.waiting
         yield from self.receiving
         yield from self.running
@@ -193,7 +204,7 @@ class Scheduler:
         rows: list[ScheduledRows] = []
 
         for sequence in [s for s in self.running if s.pending == 1 and s.request_id not in paused]:
-            if sequence.state is SequenceState.RUNNING:
+            if sequence.state is SequenceState.RUNNING and not sequence.awaits_constraint:
                 self._schedule_rows(sequence, 1, rows)
         budget -= len(rows)
 
@@ -227,7 +238,7 @@ class Scheduler:
                 sequence.admitted = True
                 newcomers += 1
                 self.waiting.charge(sequence.caller, sequence.pending)
-            if sequence.pending > 0 and not transfer:
+            if sequence.pending > sequence.awaits_constraint and not transfer:
                 budget -= self._schedule_rows(sequence, budget, rows)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
@@ -312,7 +323,8 @@ class Scheduler:
         return scheduled.rows
 
     def _rows(self, sequence: Sequence, budget: int) -> ScheduledRows:
-        rows = self._cache.chunk(sequence, min(sequence.pending, budget))
+        # The last known token's logits are wanted only when it is known what may follow it.
+        rows = self._cache.chunk(sequence, min(sequence.pending - sequence.awaits_constraint, budget))
         if self._config.role is Role.PREFILL:
             return ScheduledRows(sequence, sequence.computed, rows, 0)
         if sequence.wants_prompt_logprobs:
@@ -368,6 +380,7 @@ class Scheduler:
             computed=0,
             transfer_attempts=0,
             prompt_reported=True,
+            constraint=None if parent.constraint is None else parent.constraint.sibling(),
         )
         copied = self._cache.fork(parent, child)
         if copied is None:
@@ -388,6 +401,8 @@ class Scheduler:
 
     def _leave_queue(self, sequence: Sequence) -> None:
         match sequence.state:
+            case SequenceState.PREPARING:
+                self.preparing.remove(sequence)
             case SequenceState.WAITING:
                 self.waiting.remove(sequence)
             case SequenceState.RECEIVING:

@@ -7,11 +7,14 @@ lives in the scheduler, which alone changes it, and ends when it is finished and
 import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from worker.kv_cache.block_pool import BlockHash
 from worker.kv_cache.block_table import BlockTable
 from worker.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from worker.grammar.constraint import Constraint
 
 RequestId = NewType("RequestId", str)
 Epoch = NewType("Epoch", int)
@@ -20,6 +23,8 @@ Epoch = NewType("Epoch", int)
 class SequenceState(Enum):
     """Where a sequence is. ``TRANSITIONS`` says what may follow what."""
 
+    PREPARING = auto()
+    """Its grammar is being compiled. Holds no blocks."""
     WAITING = auto()
     """Queued: new, preempted, or given back after a failed transfer. Holds no blocks."""
     RECEIVING = auto()
@@ -31,6 +36,7 @@ class SequenceState(Enum):
 
 
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.PREPARING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.WAITING: frozenset({SequenceState.RECEIVING, SequenceState.RUNNING, SequenceState.FINISHED}),
     SequenceState.RECEIVING: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
@@ -47,6 +53,7 @@ class Sequence:
     full blocks of the smallest block size. ``branches`` is how many choices still share this prompt. ``deadline`` is in
     the engine's clock, seconds; by ``start_by`` it must have been admitted once. ``caller``, ``priority`` and
     ``arrival_number``, which the queue gives it, order it there.
+    ``constraint`` is what a grammar lets follow, if there is one.
     """
 
     request_id: RequestId
@@ -74,6 +81,7 @@ class Sequence:
     start_by: float = math.inf
     admitted: bool = False
     arrival_number: int = 0
+    constraint: "Constraint | None" = None
 
     @property
     def pending(self) -> int:
@@ -90,6 +98,11 @@ class Sequence:
         """Tokens that end it."""
         own = self.sampling.stop_token_ids
         return own if self.sampling.ignore_eos else own | self.eos_token_ids
+
+    @property
+    def awaits_constraint(self) -> bool:
+        """Whether it is not known yet which tokens its grammar lets follow: until then none can be sampled."""
+        return self.constraint is not None and self.constraint.next is None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

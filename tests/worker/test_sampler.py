@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -9,12 +10,20 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from worker.grammar.constraint import Next, mask_of
 from worker.sampler import sample, token_logprobs, uniform
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Draw
 from worker.sequence import RequestId, Sequence
 
 FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass
+class Held:
+    """Stands for a constraint that knows what may follow."""
+
+    next: Next
 
 
 def counters(values: Iterable[int]) -> npt.NDArray[np.uint64]:
@@ -305,3 +314,27 @@ def test_token_logprobs(seed: int, rows: int, top: int) -> None:
         best = np.argsort(-row)[:top]
         assert [token for token, _ in entry.top] == best.tolist()
         assert [value for _, value in entry.top] == pytest.approx(logprobs[best].tolist(), abs=1e-5)
+
+
+# Grammars
+
+
+@given(
+    vocab=st.integers(33, 100),
+    rows=st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 32), min_size=1)), min_size=1, max_size=5),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 999),
+)
+def test_only_tokens_that_a_grammar_allows_are_drawn(
+    vocab: int, rows: list[tuple[bool, set[int]]], temperature: float, seed: int
+) -> None:
+    logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed))
+    draws = [draw(row, seed=seed, temperature=temperature) for row in range(len(rows))]
+    free = sample(logits, draws)
+    for each, (held, allowed) in zip(draws, rows, strict=True):
+        if held:
+            each.sequence.constraint = Held(Next(mask_of(frozenset(allowed), vocab), complete=False))  # type: ignore[assignment]
+    for row, (token, (held, allowed)) in enumerate(zip(sample(logits, draws), rows, strict=True)):
+        assert token in allowed if held else token == free[row]
+        if held and temperature == 0.0:
+            assert token == max(allowed, key=lambda t: float(logits[row, t]))
