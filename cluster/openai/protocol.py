@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
 from cluster.openai.errors import ApiError, not_supported
+from cluster.openai.structured_output import ResponseFormat, StructuredOutputs
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -81,25 +82,27 @@ class GenerationBody(_Body):
     # Lower is served first, as in vLLM; it orders the requests of one caller.
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+
     not_yet: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (),
         "bad_words": (),
         "chat_template": (),
         "documents": (),
-        "guided_choice": (),
-        "guided_decoding_backend": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
+        "guided_decoding_backend": ("auto", "xgrammar"),
+        "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "logits_processors": (),
         "lora": (),
         "lora_request": (),
         "prompt_embeds": (),
-        "response_format": ({"type": "text"},),
         "speculative": (),
         "speculative_config": (),
-        "structured_outputs": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (),
     }

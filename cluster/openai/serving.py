@@ -19,6 +19,7 @@ from cluster.openai.sampling import (
     stop_rule_of,
     timeout_ms_of,
 )
+from cluster.openai.structured_output import grammar_of, to_wire
 from cluster.text.tokenizer import Tokenizer
 from worker.wire.engine_pb2 import Sampling
 
@@ -56,6 +57,9 @@ class Serving:
         count = logprobs_of(body.prompt_logprobs, self.limits, "prompt_logprobs")
         if count is not None:
             sampling.prompt_logprobs = count
+        grammar = grammar_of(body)
+        if grammar is not None:
+            sampling.grammar.CopyFrom(to_wire(grammar))
         return sampling
 
     def generation(

@@ -71,10 +71,7 @@ WRONG_FIELDS: list[tuple[str, Any, str]] = [
 ]
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("guided_json", {"type": "object"}),
-    ("guided_regex", "a+"),
-    ("structured_outputs", {"regex": "a"}),
-    ("response_format", {"type": "json_object"}),
+    ("guided_whitespace_pattern", " ?"),
     ("lora_request", {"name": "x"}),
     ("speculative_config", {"k": 3}),
     ("use_beam_search", True),
