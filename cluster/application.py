@@ -196,6 +196,7 @@ def _application(
         token=config.token,
         cluster_token_file=config.cluster_token_file,
         drain_seconds=config.drain_seconds,
+        tool_calls=config.tool_call_parser,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

@@ -17,6 +17,7 @@ from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, f
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from cluster.errors import CrosskvError
+from cluster.text.tool_calls import ToolCallStyle
 from cluster.tls import TlsFiles
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.transport import Transport
@@ -63,6 +64,9 @@ class ClusterConfig(BaseSettings):
         description="smollm2, a directory with safetensors, a .gguf file, or a Hugging Face hub id.",
     )
     served_model_name: str | None = Field(None, description="The model's name in the API. Default: the model's own.")
+    tool_call_parser: ToolCallStyle = Field(
+        ToolCallStyle.AUTO, description="How the model writes calls of tools. auto: as its chat template shows it."
+    )
     mode: Mode = Field(Mode.DISAGGREGATED, description="Prefill and decode apart, or one engine that does both.")
     prefill_replicas: int = Field(1, ge=1, le=1024, description="Number of prefill replicas.")
     decode_replicas: int = Field(1, ge=1, le=1024, description="Number of decode (or colocated) replicas.")

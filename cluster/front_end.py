@@ -26,6 +26,7 @@ from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.replica_set import ReplicaSet
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer, TokenizerConfig
+from cluster.text.tool_calls import ToolCallStyle
 from cluster.tls import TlsFiles
 from kv_transfer.cluster_token import ClusterToken, token_here
 
@@ -61,6 +62,7 @@ class FrontEndConfig:
     token: ClusterToken | None = None
     cluster_token_file: Path | None = None
     drain_seconds: float = STOP_SECONDS
+    tool_calls: ToolCallStyle = ToolCallStyle.AUTO
 
 
 class FrontEnd:
@@ -114,6 +116,7 @@ class FrontEnd:
             metrics=CollectorRegistry(),
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
+            tool_calls=config.tool_calls,
         )
         self._server = http_server(
             self._farewell.around(app), self._tls, config.drain_seconds, ConnectionLimits(config.max_connections)

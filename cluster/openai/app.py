@@ -34,6 +34,7 @@ from cluster.openai.serving import Serving
 from cluster.openai.tokenization import detokenize, tokenize
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_calls import FORMATS, ToolCallStyle, format_of_template
 from worker.wire.engine_pb2 import StatusReply
 
 _logger = logging.getLogger(__name__)
@@ -50,13 +51,18 @@ def build_app(
     metrics: CollectorRegistry,
     api_keys: ApiKeys | None = None,
     prefix_cache_per_key: bool = False,
+    tool_calls: ToolCallStyle = ToolCallStyle.AUTO,
 ) -> FastAPI:
     """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers.
 
     Without ``api_keys`` everybody may use it. With ``prefix_cache_per_key`` each caller has cached prefixes of its own.
+    ``tool_calls`` is how the model writes calls of tools.
     """
     prompts = PromptEncoder(tokenizer, chat_template, model, limits)
-    serving = Serving(engine, tokenizer, prompts, model, limits, FrontEndMetrics(metrics), prefix_cache_per_key)
+    shown = None if chat_template is None else format_of_template(chat_template.source)
+    calls = shown if tool_calls is ToolCallStyle.AUTO else FORMATS[tool_calls]
+    metrics_here = FrontEndMetrics(metrics)
+    serving = Serving(engine, tokenizer, prompts, model, limits, metrics_here, prefix_cache_per_key, calls)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:

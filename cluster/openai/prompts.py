@@ -1,6 +1,7 @@
 """Prompts as token ids: what a request's text, ids or conversation becomes before an engine sees it."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 
 from cluster.openai.errors import ApiError, invalid, not_supported
 from cluster.openai.limits import ApiLimits, ModelCard
-from cluster.openai.protocol import ChatMessage, refuse_unsupported_messages
+from cluster.openai.protocol import ChatMessage, ToolCall, refuse_unsupported_messages
 from cluster.text.chat_template import ChatTemplate, ConversationError
 from cluster.text.tokenizer import TextError, Tokenizer
 
@@ -79,6 +80,7 @@ class PromptEncoder:
         continue_final_message: bool | None,
         variables: dict[str, Any] | None,
         add_special_tokens: bool,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Prompt:
         """Return the prompt that the model's chat template makes of a conversation."""
         template = self._chat_template
@@ -87,6 +89,7 @@ class PromptEncoder:
                 f"model {self._model.name} has no chat template; use /v1/completions", "messages", "no_chat_template"
             )
         refuse_unsupported_messages(messages)
+        self._require_tools(template, messages, tools)
         turns = [_as_turn(message, index) for index, message in enumerate(messages)]
         characters = sum(len(turn["content"]) for turn in turns)
         self._check_characters(characters, "messages")
@@ -98,14 +101,28 @@ class PromptEncoder:
                 if add_generation_prompt is None
                 else add_generation_prompt,
                 continue_final_message=bool(continue_final_message),
+                tools=tools,
                 variables=variables,
             )
 
+        size = characters + (_INLINE_CHARACTERS if tools else 0)
         try:
-            text = await self._run(characters, render)
+            text = await self._run(size, render)
         except ConversationError as error:
             raise invalid(f"messages: {error}", "messages") from None
         return await self.of_text(text, add_special_tokens=add_special_tokens, param="messages")
+
+    def _require_tools(
+        self, template: ChatTemplate, messages: list[ChatMessage], tools: list[dict[str, Any]] | None
+    ) -> None:
+        if template.knows_tools:
+            return
+        param = "tools" if tools else None
+        param = param or next((f"messages.{i}" for i, message in enumerate(messages) if message.about_tools), None)
+        if param is not None:
+            raise invalid(
+                f"{param}: the chat template of model {self._model.name} knows no tools", param, "unsupported_parameter"
+            )
 
     def _check_characters(self, characters: int, param: str) -> None:
         most = self._limits.max_characters_per_token * self._model.max_model_len
@@ -166,7 +183,7 @@ def _shortened(value: int) -> str:
 
 def _as_turn(message: ChatMessage, index: int) -> dict[str, Any]:
     """Return what the chat template sees: content is always text, parts of it are joined by line breaks."""
-    content = message.content
+    content = "" if message.content is None and message.tool_calls else message.content
     if content is None:
         raise invalid(f"messages.{index}.content is missing", f"messages.{index}.content")
     if isinstance(content, list):
@@ -180,4 +197,21 @@ def _as_turn(message: ChatMessage, index: int) -> dict[str, Any]:
                 )
         content = "\n".join(part.text or "" for part in content)
     extra = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    if message.tool_call_id is not None:
+        extra["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        extra["tool_calls"] = [
+            _as_call(call, f"messages.{index}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)
+        ]
     return extra | {"role": message.role, "content": content}
+
+
+def _as_call(call: ToolCall, param: str) -> dict[str, Any]:
+    """Return what the chat template sees of a call: arguments as an object, as templates expect them."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(f"{param}.function.arguments is not a JSON object", f"{param}.function.arguments")
+    return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}

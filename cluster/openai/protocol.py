@@ -5,13 +5,14 @@ what a model says and that this server does not have are refused by name.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from typing_extensions import TypeAliasType
 
 from cluster.openai.errors import ApiError, not_supported
 from cluster.openai.structured_output import ResponseFormat, StructuredOutputs
+from cluster.openai.tools import Tool, ToolChoice
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -137,18 +138,41 @@ class ContentPart(_Body):
 ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast(), Field(max_length=4096)])
 
 
+class CalledFunction(_Body):
+    """A function that was called, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
+
+
 class ChatMessage(_Body):
     """One turn. Fields beyond these reach the chat template as they are."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | ContentParts | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
 
     not_yet: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "function_call": (),
-        "tool_call_id": (),
-        "tool_calls": (),
     }
+
+    @property
+    def about_tools(self) -> bool:
+        """Whether it is a call of a tool or the answer to one."""
+        return self.role == "tool" or bool(self.tool_calls)
 
 
 Messages = TypeAliasType("Messages", Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=16384)])
@@ -176,6 +200,9 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     not_yet: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationBody.not_yet,
@@ -183,8 +210,6 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
         "function_call": ("none",),
         "functions": (),
         "modalities": (["text"],),
-        "tool_choice": ("none", "auto"),
-        "tools": (),
         "web_search_options": (),
     }
 
@@ -222,9 +247,9 @@ class DetokenizeBody(_Body):
 
 
 def refuse_unsupported_messages(messages: list[ChatMessage]) -> None:
-    """Raise ``ApiError`` for tools and for content that is not text."""
+    """Raise ``ApiError`` for functions, tools' predecessors, and for content that is not text."""
     for index, message in enumerate(messages):
-        if message.role in ("tool", "function"):
+        if message.role == "function":
             raise not_supported(f"messages.{index}.role {message.role!r}")
         try:
             message.refuse_unsupported()

@@ -21,6 +21,7 @@ from cluster.openai.sampling import (
 )
 from cluster.openai.structured_output import grammar_of, to_wire
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tool_calls import ToolCallFormat
 from worker.wire.engine_pb2 import Sampling
 
 
@@ -35,6 +36,7 @@ class Serving:
     limits: ApiLimits
     metrics: FrontEndMetrics
     prefix_cache_per_key: bool = False
+    tool_calls: ToolCallFormat | None = None
 
     def require_room(self, caller: str) -> None:
         """Refuse a request that no replica would queue, before any work is done for it."""
@@ -69,6 +71,8 @@ class Serving:
         request_id: str,
         prompts: Sequence[Prompt],
         samplings: Sequence[Sampling],
+        *,
+        keep_special_tokens: bool = False,
     ) -> Generation:
         """Return the generation of a request that has been validated; nothing is sent before it is iterated."""
         plan = GenerationPlan(
@@ -77,7 +81,7 @@ class Serving:
             samplings=samplings,
             choices=choices_of(body, self.limits),
             stop_rule=stop_rule_of(body, self.limits),
-            skip_special_tokens=body.skip_special_tokens is not False,
+            skip_special_tokens=body.skip_special_tokens is not False and not keep_special_tokens,
             cache_salt=self.cache_salt(body.cache_salt or "", caller),
             timeout_ms=timeout_ms_of(body, self.limits),
             priority=body.priority or 0,

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
@@ -48,6 +48,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _Environment().from_string(source)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(_Environment().parse(source))
         except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError) as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from None
 
@@ -57,15 +58,18 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt's text; raise ``ConversationError`` with the template's own words.
 
         ``continue_final_message`` ends the prompt with the last message's content, to be continued by the model.
-        ``variables`` are further names for the template; they do not replace the ones set here.
+        ``tools`` are what the model may call, if the template ``knows_tools``. ``variables`` are further names for the
+        template; they do not replace the ones set here.
         """
         context: dict[str, Any] = {"tools": None, "documents": None}
         context |= variables or {}
+        context |= {"tools": tools} if tools is not None else {}
         context |= self._special_tokens
         context |= {"messages": messages, "add_generation_prompt": add_generation_prompt, _BUDGET: _Budget()}
         try:

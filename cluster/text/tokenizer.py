@@ -141,6 +141,11 @@ class Tokenizer:
             self._pieces[token_id] = piece
         return piece
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written so, if there is one."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def token_text(self, token_id: int) -> str:
         r"""Return one token as text for a person: bytes that are not UTF-8 by themselves as ``bytes:\xe4\xb8``."""
         piece = self.piece(token_id)
