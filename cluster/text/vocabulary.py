@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cluster.text.tokenizer import Tokenizer
 from worker.grammar.grammar import GrammarError
-from worker.grammar.vocabulary import Vocabulary
+from worker.grammar.vocabulary import SPECIAL_PIECE, Vocabulary
 
 
 def vocabulary_of(directory: Path) -> Vocabulary:
@@ -13,4 +13,4 @@ def vocabulary_of(directory: Path) -> Vocabulary:
     if not tokenizer.has_pieces:
         raise GrammarError("this model's tokenizer does not spell texts byte by byte, which grammars need")
     special = tokenizer.special_ids
-    return Vocabulary(tuple(b"" if i in special else tokenizer.piece(i) for i in range(tokenizer.vocab_size)))
+    return Vocabulary(tuple(SPECIAL_PIECE if i in special else tokenizer.piece(i) for i in range(tokenizer.vocab_size)))

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+SPECIAL_PIECE = b"\xff"
+"""No part of any text in UTF-8. A grammar allows a special token only if it names the token itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """``pieces[i]`` is what token ``i`` adds; nothing, if it is special or has no text: grammars never allow those."""
+    """``pieces[i]`` is what token ``i`` adds: nothing if it has no text, ``SPECIAL_PIECE`` if it is special."""
 
     pieces: tuple[bytes, ...]
 
