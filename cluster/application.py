@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import httpx
 import ray
 from ray import serve
+from ray._private import ray_constants
 
 from cluster.config import ClusterConfig, ConfigError, Mode, Placement
 from cluster.deployments import build_application, role_resource
@@ -31,6 +32,7 @@ from cluster.tls import client_context
 from worker.dtype import DTYPES, choose_device, choose_dtype
 
 APPLICATION = "crosskv"
+LOOPBACK = "127.0.0.1"
 READY_SECONDS = 600.0
 RAY_START_ATTEMPTS = 3
 STOP_SECONDS = 30.0
@@ -105,6 +107,8 @@ class RunningCluster:
         # The front end listens where this process runs, which is where its user looks for it.
         own = ray.get_runtime_context().get_node_id()
         here = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
+        if config.ray_address is None and config.advertised_host == "auto":
+            config = config.replace(advertised_host=LOOPBACK)
         application, self._summary = _application(config, {f"node:{here}": 0.001})
         return application
 
@@ -221,21 +225,41 @@ def _connect(config: ClusterConfig, threads: int) -> None:
         return
     for attempt in range(1, RAY_START_ATTEMPTS + 1):
         try:
-            ray.init(
-                address="local",
-                namespace=APPLICATION,
-                # Logical: every rank gets its share of the real cores, and what supervises them takes almost nothing.
-                num_cpus=threads + 4,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address="127.0.0.1",
-            )
+            with _loopback_is_meant():
+                ray.init(
+                    address="local",
+                    namespace=APPLICATION,
+                    # Logical: every rank gets its share of the real cores, what supervises them takes almost nothing.
+                    num_cpus=threads + 4,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _node_ip_address=LOOPBACK,
+                )
             return
         except Exception:
             ray.shutdown()
             if attempt == RAY_START_ATTEMPTS:
                 raise
+
+
+@contextmanager
+def _loopback_is_meant() -> Iterator[None]:
+    """Have Ray listen on loopback alone when it is told to.
+
+    It takes loopback for a mistake, and listens everywhere, but where clusters of several machines are switched off.
+    """
+    variable, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(variable)
+    os.environ[variable], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def _with_dtype(config: ClusterConfig) -> ClusterConfig:

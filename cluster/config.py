@@ -106,7 +106,8 @@ class ClusterConfig(BaseSettings):
     advertised_host: str = Field(
         "auto",
         min_length=1,
-        description="Address under which replicas reach each other. auto: by which Ray knows each replica's node.",
+        description="Address under which replicas reach each other. auto: by which Ray knows each replica's node, "
+        "loopback if Ray is started here.",
     )
     placement: Placement = Field(
         Placement.ANY,
