@@ -14,6 +14,7 @@ from kv_transfer.transport import Transport
 from tests.conftest import EngineProcesses
 from tests.engine_process import TOKEN, EngineProcess, RankProcesses, connected, disaggregated
 from tests.kv_transfer.connection import eventually
+from tests.strangers import listening_at
 from tests.tiny_checkpoints import write_tiny
 from worker.config import EngineConfig, Role
 from worker.ranks import followers
@@ -37,8 +38,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def listening(process: EngineProcess) -> set[int]:
-    connections = psutil.Process(process.pid).net_connections(kind="tcp")
-    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return {port for _, port in listening_at([psutil.Process(process.pid)])}
 
 
 def refusals(port: int, token: ClusterToken | None) -> set[grpc.StatusCode]:

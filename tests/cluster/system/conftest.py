@@ -11,6 +11,7 @@ import pytest
 from cluster.application import RunningCluster, running_cluster
 from cluster.config import ClusterConfig
 from cluster.ports import free_port
+from tests.engine_process import TOKEN
 from tests.tiny_checkpoints import write_tiny
 
 # So small that concurrent requests preempt each other.
@@ -73,6 +74,7 @@ def serving(tiny_model: Path) -> Iterator[Serving]:
         threads=1,
         kv_cache_memory=KV_CACHE_MEMORY,
         max_batched_tokens=256,
+        cluster_token=TOKEN.value,
     )
     with running_cluster(config, print) as cluster:
         yield Serving(cluster, config)
