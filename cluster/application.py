@@ -29,6 +29,7 @@ from cluster.openai.api_keys import ApiKey
 from cluster.openai.limits import ModelCard
 from cluster.text.tokenizer import TokenizerConfig
 from cluster.tls import client_context
+from kv_transfer.cluster_token import ClusterToken
 from worker.dtype import DTYPES, choose_device, choose_dtype
 
 APPLICATION = "crosskv"
@@ -55,6 +56,7 @@ class RunningCluster:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self.base_url = ""
+        self._token = ClusterToken.new()
         self._summary: ModelSummary | None = None
 
     @property
@@ -109,6 +111,9 @@ class RunningCluster:
         here = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
         if config.ray_address is None and config.advertised_host == "auto":
             config = config.replace(advertised_host=LOOPBACK)
+        if config.cluster_token is None and config.cluster_token_file is None:
+            # The same with every deployment: while replicas are replaced in turn, old and new ones need each other.
+            config = config.replace(cluster_token=self._token.value)
         application, self._summary = _application(config, {f"node:{here}": 0.001})
         return application
 

@@ -20,7 +20,8 @@ CLIENTS = 4
 @pytest.fixture(scope="module")
 def redundant(serving: Serving) -> Iterator[ClusterConfig]:
     """Two replicas of every role, front ends included, until this module is done."""
-    config = serving.config.replace(port=free_port("127.0.0.1"), front_ends=2, drain_seconds=20)
+    # The token that the cluster makes for itself: replicas of before and after must have the same.
+    config = serving.config.replace(port=free_port("127.0.0.1"), front_ends=2, drain_seconds=20, cluster_token=None)
     serving.cluster.redeploy(config)
     yield config
     serving.cluster.redeploy(serving.config)
