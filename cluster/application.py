@@ -206,6 +206,7 @@ def _application(
         cluster_token_file=config.cluster_token_file,
         drain_seconds=config.drain_seconds,
         tool_calls=config.tool_call_parser,
+        request_timeout=config.request_timeout,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

@@ -163,6 +163,12 @@ class ClusterConfig(BaseSettings):
     transfer_timeout: float = Field(
         120.0, gt=0, le=86400, description="Seconds that one prefill and transfer may take."
     )
+    token_timeout: float = Field(
+        120.0, gt=0, le=86400, description="Seconds that one request may go without a token or a part of its prompt."
+    )
+    step_timeout: float = Field(
+        120.0, gt=0, le=86400, description="Seconds after which an engine's step counts as one that never ends."
+    )
     cluster_token_file: Path | None = Field(
         None,
         description="File of the secret by which replicas and front ends know each other, on each of their machines. "
@@ -315,6 +321,8 @@ class ClusterConfig(BaseSettings):
             queue_timeout=self.queue_timeout,
             transfer_timeout=self.transfer_timeout,
             drain_seconds=self.drain_seconds,
+            token_timeout=self.token_timeout,
+            step_timeout=self.step_timeout,
             threads=self.threads,
             advertised_host=self.advertised_host,
             tensor_parallel_size=self.ranks_of(role),

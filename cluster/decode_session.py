@@ -1,18 +1,19 @@
 """One front end's connection to one decode replica: a single stream that carries all of its requests.
 
-Opened when the replica appears in the directory, closed when it disappears or the stream breaks. A broken stream ends
-every request on it; who asked decides whether to try elsewhere.
+Opened when the replica appears in the directory, closed when it disappears or the stream breaks. A broken stream or a
+silent replica ends every request on it; who asked decides whether to try elsewhere.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
 from cluster.engine_client import EngineUnavailable
 from kv_transfer.cluster_token import ClusterToken, metadata_of
+from worker.heartbeat import SILENCE_SECONDS, Silence
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2_grpc
 from worker.wire.engine_pb2 import Abort, ClientMessage, EngineMessage, Load, Output, StatusReply, StatusRequest, Submit
@@ -31,22 +32,29 @@ _OPTIONS = (
 )
 
 
+class ReplicaLost(EngineUnavailable):
+    """The session with the replica has broken, and with it everything that the replica was asked for."""
+
+
 class Call:
-    """A request on a session: outputs as they come, until the session breaks. ``started``: it is no longer queued."""
+    """What was asked for in one go on a session: outputs as they come, until the session breaks.
+
+    ``started``: it is no longer queued.
+    """
 
     def __init__(self, caller: str) -> None:
         self.caller = caller
         self.started = False
-        self._outputs: asyncio.Queue[list[Output] | EngineUnavailable] = asyncio.Queue()
+        self._outputs: asyncio.Queue[list[Output] | ReplicaLost] = asyncio.Queue()
 
-    def put(self, outputs: "list[Output] | EngineUnavailable") -> None:
+    def put(self, outputs: "list[Output] | ReplicaLost") -> None:
         """What the session received."""
         self._outputs.put_nowait(outputs)
 
     async def take(self) -> list[Output]:
-        """The next outputs; raises ``EngineUnavailable`` when there will be none."""
+        """The next outputs; raises ``ReplicaLost`` when there will be none."""
         outputs = await self._outputs.get()
-        if isinstance(outputs, EngineUnavailable):
+        if isinstance(outputs, ReplicaLost):
             raise outputs
         return outputs
 
@@ -66,13 +74,15 @@ class DecodeSession:
         self._stub = engine_pb2_grpc.EngineStub(self._channel)  # type: ignore[no-untyped-call]
         self._sending: asyncio.Queue[ClientMessage | None] = asyncio.Queue()
         self._calls: dict[str, Call] = {}
+        self._silence = Silence()
+        self._silent = False
+        self._connected = False
         self._reader = asyncio.create_task(self._read())
-        self._connected = asyncio.Event()
 
     @property
     def usable(self) -> bool:
-        """Whether the replica has greeted us and the stream stands."""
-        return self._connected.is_set() and not self._reader.done()
+        """Whether the replica has greeted us, and neither fell silent nor ended the stream."""
+        return self._connected and not self._silent and not self._reader.done()
 
     @property
     def accepting(self) -> bool:
@@ -84,16 +94,20 @@ class DecodeSession:
         """Whether the stream has ended."""
         return self._reader.done()
 
-    def submit(self, submit: Submit) -> Call:
-        """Send a request."""
-        call = self._calls[submit.request_id] = Call(submit.caller)
-        self._submits += 1
-        self._unstarted[submit.caller] += 1
-        self._sending.put_nowait(ClientMessage(submit=submit))
+    def submit(self, submits: Sequence[Submit]) -> Call:
+        """Send submissions of one request, whose outputs are taken together. Raises ``ReplicaLost``."""
+        if self.broken:
+            raise ReplicaLost("the decode replica is gone")
+        call = Call(submits[0].caller)
+        self._unstarted[call.caller] += 1
+        self._submits += len(submits)
+        for submit in submits:
+            self._calls[submit.request_id] = call
+            self._sending.put_nowait(ClientMessage(submit=submit))
         return call
 
     def end(self, request_id: str, *, abort: bool) -> None:
-        """Forget a request; ``abort`` tells the replica as well."""
+        """Forget a submission; ``abort`` tells the replica as well."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return
@@ -121,6 +135,18 @@ class DecodeSession:
     def _waiting(self) -> int:
         return self.load.waiting_requests + self._submits - self._acknowledged
 
+    def look(self, now: float) -> None:
+        """Give up what a replica has that does not speak any more. To be called every ``LOOK_SECONDS``.
+
+        It is told, should it go on one day; then it may be used again.
+        """
+        if not self._connected or self._silent or not self._silence.look(now):
+            return
+        self._silent = True
+        for request_id in self._calls:
+            self._sending.put_nowait(ClientMessage(abort=Abort(request_id=request_id)))
+        self._cut_off(f"silent for {SILENCE_SECONDS} s")
+
     async def status(self) -> StatusReply:
         """The replica's own report; raises ``grpc.RpcError``."""
         reply: StatusReply = await self._stub.Status(StatusRequest(), timeout=STATUS_SECONDS, metadata=self._metadata)
@@ -141,7 +167,8 @@ class DecodeSession:
         try:
             message: EngineMessage
             async for message in self._stub.Session(self._outgoing(), metadata=self._metadata, wait_for_ready=True):
-                self._connected.set()
+                self._connected, self._silent = True, False
+                self._silence.heard()
                 if message.HasField("load"):
                     self.load = message.load
                     self._acknowledged = message.submits
@@ -151,11 +178,15 @@ class DecodeSession:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 log.error("%s refuses this front end: %s", self.record.incarnation, error.details())
         finally:
-            if self._calls:
-                log.warning("%s: %d requests cut off: %s", self.record.incarnation, len(self._calls), reason)
-            for call in self._calls.values():
-                call.put(EngineUnavailable(f"the decode replica is gone ({reason})"))
-            self._calls.clear()
+            self._cut_off(reason)
+
+    def _cut_off(self, reason: str) -> None:
+        if self._calls:
+            log.warning("%s: %d requests cut off: %s", self.record.incarnation, len(self._calls), reason)
+        for call in self._calls.values():
+            self._leave_queue(call)
+            call.put(ReplicaLost(f"the decode replica is gone ({reason})"))
+        self._calls.clear()
 
     def _deliver(self, message: EngineMessage) -> None:
         by_request: dict[str, list[Output]] = {}

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 SUPERVISOR_CPUS = 0.01
 FRONT_END_CPUS = 0.1
 HEALTH_SECONDS = 5.0
+BEAT_SECONDS = 0.5
+HUNG_SECONDS = 8.0
+"""By then others have long turned away from it. To kill a process that was only slow would cost more than to wait."""
 STOP_SECONDS = 5.0
 """For what follows draining. Serve's own patience is a little longer."""
 LISTEN_SECONDS = 10.0
@@ -69,10 +72,21 @@ class EngineSupervisor:
         ray.get(ended)
 
     def _live(self) -> None:
-        """End this process when a rank ends, at once, and with it the others: Serve then starts a new replica."""
-        ended, _ = ray.wait(self._lives, num_returns=1)
+        """End this process when a rank ends, at once, or hangs, and with it the others: Serve then starts new ones.
+
+        The leading rank looks after the others, and ends when one of them hangs.
+        """
         try:
-            ray.get(ended)
+            while True:
+                beat = self._engine.beat.remote()
+                ended, _ = ray.wait([beat, *self._lives], num_returns=1, timeout=HUNG_SECONDS)
+                if not ended:
+                    raise TimeoutError(f"the engine's process has not answered for {HUNG_SECONDS} s")
+                ray.get(ended)
+                ended, _ = ray.wait(self._lives, num_returns=1, timeout=BEAT_SECONDS)
+                ray.get(ended)
+                if ended:
+                    break
         except Exception:
             log.exception("a rank is gone")
         if not self._stopping:

@@ -4,6 +4,7 @@ A small named actor. Replicas report to it twice a second, so an entry that is n
 It holds nothing that its callers do not know: if it is lost, the next report makes a new one.
 """
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 HEARTBEAT_SECONDS = 0.5
 EXPIRY_SECONDS = 5.0
 """Long enough for a busy machine to be late; a replica that died is noticed by its broken connections at once."""
+
+ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,10 @@ class Directory:
 
 
 class DirectoryClient:
-    """One process's way to the directory: finds it or makes it, and does so again when it is lost."""
+    """One process's way to the directory: finds it or makes it, and does so again when it is lost.
+
+    Raises ``TimeoutError`` when it does not answer.
+    """
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -61,7 +67,8 @@ class DirectoryClient:
     async def report(self, record: ReplicaRecord) -> list[ReplicaRecord]:
         """Renew a replica's entry; returns every live one."""
         try:
-            return self._merge(await self._handle().report.remote(record))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return self._merge(await self._handle().report.remote(record))
         except ray.exceptions.RayActorError:
             self._actor = None
             raise
@@ -69,14 +76,16 @@ class DirectoryClient:
     async def live(self) -> list[ReplicaRecord]:
         """Every live replica."""
         try:
-            return self._merge(await self._handle().live.remote())
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return self._merge(await self._handle().live.remote())
         except ray.exceptions.RayActorError:
             self._actor = None
             raise
 
     async def remove(self, incarnation: str) -> None:
         """A replica ends in an orderly way."""
-        await self._handle().remove.remote(incarnation)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await self._handle().remove.remote(incarnation)
 
     def _merge(self, listing: Listing) -> list[ReplicaRecord]:
         """What is known after ``listing``: absence from an incomplete one means nothing."""

@@ -17,6 +17,14 @@ class EngineUnavailable(EngineError):
     """No replica can take the request now, or the one that had it is gone."""
 
 
+class EngineTimeout(EngineError):
+    """The request's deadline has passed."""
+
+
+class PoisonRequest(EngineError):
+    """Replicas died while they had the request, so that it is not given to another one."""
+
+
 class EngineOverloaded(EngineError):
     """Every queue is full. ``retry_after`` is in seconds."""
 
@@ -32,7 +40,8 @@ class EngineClient(Protocol):
         """Send one request and yield its outputs, a list per message of the replica.
 
         Ends after every choice has a finish reason; a choice that fails has ``FINISH_REASON_ERROR`` and an error.
-        Raises an ``EngineError`` when no replica has the request. Closing the generator, or cancelling the task that
+        Raises an ``EngineError`` when no replica has the request. A request that was continued by another replica has a
+        ``prompt_info`` of that one as well, and nothing else twice. Closing the generator, or cancelling the task that
         waits for it, before every choice has its finish reason aborts the request on the replica.
         """
 

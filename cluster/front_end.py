@@ -38,6 +38,7 @@ STOP_SECONDS = 3.0
 """For what follows draining."""
 READY_POLL_SECONDS = 0.05
 BACKLOG = 2048
+CLIENT_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class FrontEndConfig:
     cluster_token_file: Path | None = None
     drain_seconds: float = STOP_SECONDS
     tool_calls: ToolCallStyle = ToolCallStyle.AUTO
+    request_timeout: float = 600.0
 
 
 class FrontEnd:
@@ -104,7 +106,10 @@ class FrontEnd:
     async def _serve(self) -> None:
         config = self._config
         self._replicas = ReplicaSet(
-            DirectoryClient(config.directory).live, needs_prefill=config.needs_prefill, token=self._token
+            DirectoryClient(config.directory).live,
+            needs_prefill=config.needs_prefill,
+            token=self._token,
+            request_timeout=config.request_timeout,
         )
         self._replicas.start()
         app = build_app(
@@ -145,5 +150,9 @@ def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    # Connections inherit these. A client that vanished, or takes nothing for so long, is given up.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_SECONDS * 1000)
     listener.bind((host, port))
     return listener

@@ -104,6 +104,9 @@ class ReplicaActor:
                     )
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
+    async def beat(self) -> None:
+        """Return: this process runs."""
+
     async def require_health(self) -> None:
         """Raise if only a new process helps."""
         self._replica.require_health()

@@ -5,15 +5,20 @@ One per front end, on its event loop, for its whole life. It implements ``Engine
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing
 
 import grpc
 
-from cluster.decode_session import STATUS_SECONDS, DecodeSession
-from cluster.engine_client import EngineOverloaded, EngineUnavailable
+from cluster.decode_session import STATUS_SECONDS, DecodeSession, ReplicaLost
+from cluster.engine_client import EngineOverloaded, EngineTimeout, EngineUnavailable, PoisonRequest
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
+from cluster.transcript import Transcript
 from kv_transfer.cluster_token import ClusterToken, metadata_of
 from worker.config import Role
+from worker.heartbeat import LOOK_SECONDS
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
@@ -24,12 +29,33 @@ POLL_SECONDS = 0.5
 PLACE_POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 5.0
 """How long a request waits for a replica that takes something new: its successor may be about to start."""
-MAX_PLACEMENTS = 3
-"""How many replicas a request is offered to before its client is told that none is there."""
+LOSS_PATIENCE_SECONDS = 60.0
+"""The same for one that has lost its replica: as long as starting another may take."""
+MAX_PLACEMENTS = 10
+"""How many replicas one request is given to, one after the other, as they go away."""
+MAX_DEATHS = 2
+"""How many of them may die with it. It might be what kills them."""
+LATENESS_SECONDS = 2.0
+"""Replicas keep deadlines by themselves; this is how much later it is done for one that does not."""
+
+
+class _SentAway(Exception):
+    """The replica is going away; another can go on."""
+
+
+class _NoRoom(Exception):
+    """The replica's queue is full; it may be asked again in ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
 
 class ReplicaSet:
-    """See the module. ``live`` asks the directory. ``token`` is what replicas want to see."""
+    """See the module. ``live`` asks the directory. ``token`` is what replicas want to see.
+
+    A request without a deadline has ``request_timeout`` seconds.
+    """
 
     def __init__(
         self,
@@ -38,50 +64,64 @@ class ReplicaSet:
         needs_prefill: bool,
         token: ClusterToken | None = None,
         patience: float = PATIENCE_SECONDS,
+        request_timeout: float = 600.0,
     ) -> None:
         self._live = live
         self._needs_prefill = needs_prefill
         self._token = token
         self._patience = patience
+        self._request_timeout = request_timeout
         self._sessions: dict[str, DecodeSession] = {}
+        self._listed: AbstractSet[str] = frozenset()
         self._prefill: dict[str, ReplicaRecord] = {}
         self._index = PrefixIndex()
-        self._follower: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to follow the directory."""
-        self._follower = asyncio.create_task(self._follow())
+        """Begin to follow the directory and to listen for replicas that fall silent."""
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._listen())]
 
     async def stop(self) -> None:
         """Close every session."""
-        if self._follower is not None:
-            self._follower.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
         self._sessions.clear()
 
     def ready(self) -> bool:
         """Whether a request could be served now."""
         return any(
-            session.accepting and (session.load.prefill_peers > 0 or not self._needs_prefill)
-            for session in self._sessions.values()
+            session.load.prefill_peers > 0 or not self._needs_prefill for session in self._usable(frozenset()).values()
         )
 
     async def generate(self, submit: wire.Submit) -> AsyncGenerator[list[wire.Output], None]:
-        """See ``EngineClient``. A replica that vanishes before its first output is replaced by another."""
-        tried: set[str] = set()
+        """See ``EngineClient``. What loses its replica goes on with another, behind the token that came last."""
+        transcript = Transcript(submit)
+        deadline = asyncio.get_running_loop().time() + (submit.timeout_ms / 1e3 or self._request_timeout)
+        avoided: set[str] = set()
+        deaths = 0
         for _ in range(MAX_PLACEMENTS):
-            session = await self._patiently_place(submit, tried)
-            tried.add(session.record.incarnation)
-            started = False
+            session = await self._place(transcript, avoided, deadline)
+            name = session.record.incarnation
             try:
-                async for outputs in self._run(session, submit):
-                    started = True
-                    yield outputs
+                async with aclosing(self._run(session, transcript, deadline)) as messages:
+                    async for outputs in messages:
+                        yield outputs
                 return
-            except EngineUnavailable:
-                if started:
-                    raise
-        raise EngineUnavailable(f"{MAX_PLACEMENTS} decode replicas vanished while they held this request")
+            except ReplicaLost as lost:
+                avoided.add(name)
+                deaths += 1
+                log.warning("%s has lost %s: %s", submit.request_id, name, lost)
+                if deaths == MAX_DEATHS:
+                    raise PoisonRequest(
+                        f"{deaths} replicas died while they had this request; it is not given to another one"
+                    ) from None
+            except _SentAway as reason:
+                log.info("%s goes from %s to another replica: %s", submit.request_id, name, reason)
+                avoided.add(name)
+            except _NoRoom as reason:
+                await asyncio.sleep(reason.seconds)
+        raise EngineUnavailable(f"{MAX_PLACEMENTS} replicas were asked, and none could serve this request to its end")
 
     def require_room(self, caller: str) -> None:
         """See ``EngineClient``."""
@@ -99,41 +139,58 @@ class ReplicaSet:
         replies = await asyncio.gather(*decode, *prefill, return_exceptions=True)
         return [reply for reply in replies if isinstance(reply, wire.StatusReply)]
 
-    async def _run(self, session: DecodeSession, submit: wire.Submit) -> AsyncGenerator[list[wire.Output], None]:
-        call = session.submit(submit)
+    async def _run(
+        self, session: DecodeSession, transcript: Transcript, deadline: float
+    ) -> AsyncGenerator[list[wire.Output], None]:
+        """What one replica makes of what is left of a request, until every choice has ended."""
+        left = max(1, math.ceil((deadline - asyncio.get_running_loop().time()) * 1e3))
+        submits = transcript.submissions(left)
+        resumed = transcript.begun
+        call = session.submit(submits)
         session.open_requests += 1
-        open_choices = max(1, submit.n)
         try:
-            while open_choices > 0:
-                outputs = await call.take()
-                for output in outputs:
-                    if output.error.kind == wire.ERROR_KIND_UNAVAILABLE:
-                        raise EngineUnavailable(output.error.message)
-                    if output.finish_reason == wire.FINISH_REASON_ERROR:
-                        # An error ends the request, whatever its number of choices.
-                        open_choices = 0
-                    elif output.finish_reason != wire.FINISH_REASON_UNSPECIFIED:
-                        open_choices -= 1
-                yield outputs
+            while transcript.open_choices > 0:
+                try:
+                    async with asyncio.timeout_at(deadline + LATENESS_SECONDS):
+                        outputs = await call.take()
+                except TimeoutError:
+                    raise EngineTimeout("the request's deadline has passed, and its replica does not say so") from None
+                error = next((o.error for o in outputs if o.finish_reason == wire.FINISH_REASON_ERROR), None)
+                if error is None:
+                    transcript.take(outputs)
+                    yield outputs
+                elif error.kind == wire.ERROR_KIND_UNAVAILABLE:
+                    raise _SentAway(error.message)
+                elif error.kind == wire.ERROR_KIND_OVERLOADED and resumed:
+                    # The client has half of its answer: it is worth a wait.
+                    raise _NoRoom(error.retry_after_ms / 1e3)
+                else:
+                    # An error ends the request, whatever its number of choices.
+                    yield outputs
+                    return
         finally:
             session.open_requests -= 1
-            session.end(submit.request_id, abort=open_choices > 0)
+            for one in submits:
+                session.end(one.request_id, abort=transcript.open_choices > 0)
 
-    async def _patiently_place(self, submit: wire.Submit, tried: set[str]) -> DecodeSession:
-        patience = asyncio.get_running_loop().time() + self._patience
-        while True:
-            try:
-                return self._place(submit, tried)
-            except EngineUnavailable:
-                if asyncio.get_running_loop().time() > patience:
-                    raise
+    def _usable(self, avoided: AbstractSet[str]) -> dict[str, DecodeSession]:
+        """Replicas that take requests: one that has left the directory only goes on with those that it has."""
+        names = self._listed - avoided
+        return {name: session for name, session in self._sessions.items() if session.accepting and name in names}
+
+    async def _place(self, transcript: Transcript, avoided: AbstractSet[str], deadline: float) -> DecodeSession:
+        """The replica to ask. If there is none, one may be about to come; for a request that has lost one it may take
+        longer. Raises ``EngineUnavailable``, and for a request that has had none ``EngineOverloaded``.
+        """
+        clock = asyncio.get_running_loop().time
+        until = min(deadline, clock() + (LOSS_PATIENCE_SECONDS if avoided else self._patience))
+        while not (usable := self._usable(avoided)):
+            if clock() >= until:
+                raise EngineUnavailable("no decode replica is there")
             await asyncio.sleep(PLACE_POLL_SECONDS)
-
-    def _place(self, submit: wire.Submit, tried: set[str]) -> DecodeSession:
-        usable = {name: session for name, session in self._sessions.items() if session.accepting and name not in tried}
-        if not usable:
-            raise EngineUnavailable("no decode replica is there")
-        self.require_room(submit.caller)
+        submit = transcript.submit
+        if not avoided:
+            self.require_room(submit.caller)
         roomy = {name: session for name, session in usable.items() if not session.full_for(submit.caller)} or usable
         targets = [_target(name, session, len(submit.token_ids)) for name, session in roomy.items()]
         return usable[choose(targets, self._index, submit.token_ids, submit.cache_salt)]
@@ -147,16 +204,25 @@ class ReplicaSet:
                 log.exception("the replica directory does not answer")
             await asyncio.sleep(POLL_SECONDS)
 
+    async def _listen(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            for session in self._sessions.values():
+                session.look(clock())
+            await asyncio.sleep(LOOK_SECONDS)
+
     def _update(self, records: Sequence[ReplicaRecord]) -> None:
         generating = {record.incarnation: record for record in records if record.role is not Role.PREFILL}
         self._prefill = {record.incarnation: record for record in records if record.role is Role.PREFILL}
+        self._listed = generating.keys()
         for name, session in list(self._sessions.items()):
-            if session.broken or name not in generating:
+            if session.broken or (name not in generating and session.open_requests == 0):
                 del self._sessions[name]
                 self._index.forget(name)
                 self._closing = asyncio.create_task(session.close())
-        for name in generating.keys() - self._sessions.keys():
-            self._sessions[name] = DecodeSession(generating[name], self._token)
+        for name, record in generating.items():
+            if name not in self._sessions:
+                self._sessions[name] = DecodeSession(record, self._token)
 
 
 def _target(name: str, session: DecodeSession, tokens: int) -> Target:

@@ -1,8 +1,8 @@
 """gRPC settings of KV connections, chosen for large messages on few streams.
 
 What a side receives is bounded by what it can be sent; a length beyond that is refused before memory is taken for it.
-Keepalive notices a host that vanished without closing its
-connections; a process that hangs answers pings all the same and is noticed by its heartbeats.
+Keepalive notices a host that vanished without closing its connections, and a decode replica that was stopped, for which
+nothing is kept then. A process that hangs answers pings all the same and is noticed otherwise.
 """
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
@@ -15,13 +15,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.experimental.tcp_min_read_chunk_size", 256 << 10),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
     ("grpc.optimization_target", "throughput"),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    # This is what ends a connection whose pings are not answered; without it gRPC waits for a minute.
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # This is what ends a connection whose pings are not answered; without it gRPC waits for a minute. On a slow network
+    # a ping waits behind pieces.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -45,4 +46,5 @@ HANDSHAKE_METHOD = "/crosskv.kv.v1.KVTransfer/Handshake"
 PREFILL_METHOD = "/crosskv.kv.v1.KVTransfer/Prefill"
 JOIN_METHOD = "/crosskv.kv.v1.KVTransfer/Join"
 STORE_METHOD = "/crosskv.kv.v1.KVTransfer/Store"
+PULSE_METHOD = "/crosskv.kv.v1.KVTransfer/Pulse"
 STOP_METHOD = "/crosskv.kv.v1.KVTransfer/Stop"

@@ -29,6 +29,7 @@ from kv_transfer.handshake import (
 from kv_transfer.layout import WIRE_VERSION, CacheLayout
 from kv_transfer.pair_group import GroupLost, GroupSettings
 from kv_transfer.piece_receiver import PieceReceiver, StreamReceiver
+from kv_transfer.pulse import Pulse
 from kv_transfer.rank_pair import ONLY_PAIR, RankPair, pair_layout
 from kv_transfer.staging import StagingBudget
 from kv_transfer.transfer import PieceArrived, Transfer, TransferEnded, TransferEvent, rank_incarnation
@@ -76,6 +77,7 @@ class PrefillPeer:
         self._own_incarnation = incarnation
         self.pair = pair
         self.passing = pair_layout(layout, pair)
+        self._token = token
         self._channel = open_channel(address, token, max_frame_bytes(self.passing.layout))
         self._receiver: PieceReceiver = (
             StreamReceiver(staging)
@@ -88,6 +90,13 @@ class PrefillPeer:
         self.incarnation = ""
         self.max_streams = 0
         self._threads = ThreadPoolExecutor(1)
+        self._running: set[Transfer] = set()
+        self._pulse: Pulse | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Whether the replica has stopped answering. Known of its leading rank, which knows of the others."""
+        return self._pulse is not None and self._pulse.silent
 
     def connect(self) -> None:
         """Shake hands, and make what payloads need.
@@ -130,6 +139,8 @@ class PrefillPeer:
         self.max_streams = reply.max_streams
         self._threads = ThreadPoolExecutor(reply.max_streams + _ENDING_STREAMS, thread_name_prefix="kv-in")
         self._receiver.connect()
+        if (self.pair.sender, self.pair.receiver) == (0, 0):
+            self._pulse = Pulse(self.address, self._token, self._give_up)
 
     def open(
         self,
@@ -145,14 +156,22 @@ class PrefillPeer:
         self._receiver.prepare()
         call = self._prefill(request.SerializeToString(), timeout=timeout)
         transfer = Transfer(request.request_id, request.epoch, self.pair.sender, call, deliver, self._receiver.cancel)
+        self._running.add(transfer)
         self._threads.submit(self._read, transfer)
         return transfer
 
     def close(self) -> None:
         """Drop the connection; running transfers end with an error."""
+        if self._pulse is not None:
+            self._pulse.close()
         self._receiver.close()
         self._channel.close()
         self._threads.shutdown(wait=False)
+
+    def _give_up(self) -> None:
+        """Nobody is there who could be asked to stop."""
+        for transfer in list(self._running):
+            transfer.call.cancel()
 
     def _read(self, transfer: Transfer) -> None:
         end: EndFrame | None = None
@@ -168,7 +187,8 @@ class PrefillPeer:
             else:
                 every_header = end is not None
         except grpc.RpcError as failure:
-            error = f"{self.address}: {failure.code().name}: {failure.details()}"
+            said = "it does not answer" if self.silent else f"{failure.code().name}: {failure.details()}"
+            error = f"{self.address}: {said}"
             busy = failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             every_header = failure.code() in _SAID_BY_THE_SERVER
         except FrameError as failure:
@@ -182,5 +202,6 @@ class PrefillPeer:
             log.exception("reading a stream of %s failed", self.address)
             transfer.call.cancel()
             error = f"{self.address}: {failure}"
+        self._running.discard(transfer)
         ended = TransferEnded(transfer.request_id, transfer.epoch, end, error, busy, transfer.sender)
         self._receiver.end(transfer, ended, every_header=every_header)

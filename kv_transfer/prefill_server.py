@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kv_transfer.authentication import token_checks
-from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD, server_options
+from kv_transfer.channel_options import HANDSHAKE_METHOD, PREFILL_METHOD, PULSE_METHOD, server_options
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.handshake import (
     MAX_NAME,
@@ -168,6 +168,7 @@ class PrefillServer:
         methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             HANDSHAKE_METHOD: grpc.unary_unary_rpc_method_handler(self._handshake),
             PREFILL_METHOD: grpc.unary_stream_rpc_method_handler(self._prefill),
+            PULSE_METHOD: grpc.unary_unary_rpc_method_handler(self._pulse),
             **self._sender.handlers(self.socket_bytes),
         }
         service = PREFILL_METHOD.strip("/").split("/")[0]
@@ -181,6 +182,14 @@ class PrefillServer:
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the others ``grace`` seconds."""
         self._server.stop(grace).wait()
+
+    def hang_up(self) -> None:
+        """End every call at once, without waiting for any."""
+        self._server.stop(None)
+
+    def _pulse(self, message: bytes, context: grpc.ServicerContext) -> bytes:
+        del message, context
+        return b""
 
     def _handshake(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         request = wire.HandshakeRequest()

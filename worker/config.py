@@ -58,6 +58,8 @@ class EngineConfig:
     request_timeout: float = 600.0
     queue_timeout: float | None = None
     transfer_timeout: float = 120.0
+    token_timeout: float = 120.0
+    step_timeout: float = 120.0
     drain_seconds: float = 30.0
     threads: int | None = None
     advertised_host: str = "127.0.0.1"

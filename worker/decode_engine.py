@@ -258,11 +258,8 @@ class DecodeEngine:
     def _expire(self, now: float) -> None:
         late = {sequence.request_id: sequence for sequence in self._scheduler.expired(now)}
         for name, sequence in late.items():
-            if sequence.deadline <= now:
-                self._fail(name, wire.ERROR_KIND_TIMEOUT, "the request's deadline has passed")
-            else:
-                seconds = sequence.start_by - sequence.arrival
-                self._fail(name, wire.ERROR_KIND_OVERLOADED, f"its turn did not come within {seconds:g} s")
+            kind = wire.ERROR_KIND_OVERLOADED if sequence.has_not_started(now) else wire.ERROR_KIND_TIMEOUT
+            self._fail(name, kind, sequence.overdue(now))
 
     def _fail(self, name: RequestId, kind: wire.ErrorKind, message: str) -> None:
         request = self._drop(name, 0.0)
@@ -429,7 +426,7 @@ class DecodeEngine:
                 request = self._requests[sequence.request_id]
                 self._scheduler.finish([sequence])
                 for choice in range(request.open_choices):
-                    self._end(sequence, wire.FINISH_REASON_LENGTH, choice)
+                    self._end(sequence, wire.FINISH_REASON_LENGTH, sequence.choice + choice)
 
     def _end(self, sequence: Sequence, reason: wire.FinishReason, choice: int | None = None) -> None:
         """Report the end of a choice, the sequence's own or another, that comes without a token."""

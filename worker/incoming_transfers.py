@@ -92,7 +92,7 @@ class IncomingTransfers:
             manifest = Manifest(command.request_id, command.epoch, passing.slots(command.lacking), passing.layout)
             incoming.sources[peer.pair.sender] = _Source(passing, Ledger(manifest), transfer, peer.address)
         if not incoming.sources:
-            self._end(incoming, f"{command.incarnation} is gone")
+            self._end(incoming, f"{command.incarnation} is gone or does not answer")
 
     def take(self, event: PieceArrived) -> None:
         """Check a piece and write it; whatever no live manifest covers is dropped."""

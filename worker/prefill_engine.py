@@ -82,6 +82,8 @@ class PrefillEngine:
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
         self._drop_cancelled()
+        for sequence in self._scheduler.expired(now):
+            self._give_up(self._jobs[sequence.request_id], grpc.StatusCode.ABORTED, sequence.overdue(now))
         plan = self._scheduler.schedule(now, paused=self._paused())
         if plan.to_clear:
             self._team.apply(ClearBlocks(plan.to_clear))

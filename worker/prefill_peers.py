@@ -100,11 +100,14 @@ class PrefillPeers:
             peer.close()
 
     def open(self, command: OpenIncoming) -> tuple[tuple[PrefillPeer, Transfer], ...]:
-        """Start a transfer from every rank of a replica that has something for this one; none if it is gone."""
+        """Start a transfer from every rank of a replica that has something for this one; none if it is not there."""
         started = []
         # Held until the calls are under way: the discovery thread must not close the peers in between.
         with self._lock:
-            for peer in self._peers.get(command.incarnation, ()):
+            peers = self._peers.get(command.incarnation, ())
+            if any(peer.silent for peer in peers):
+                return ()
+            for peer in peers:
                 request = wire.PrefillRequest(
                     request_id=command.request_id,
                     epoch=command.epoch,

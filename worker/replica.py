@@ -6,6 +6,7 @@ Ray: tests make it in plain processes.
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -41,11 +42,9 @@ from worker.ranks.rank_group import SOLO, RankGroup
 from worker.ranks.team import RankTeam
 from worker.replica_record import ReplicaRecord
 from worker.session_server import SessionServer
+from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-LONGEST_STEP_SECONDS = 120.0
-"""A step that takes longer hangs. Loading is over when the loop starts, and chunks bound what one step computes."""
 
 
 class Unhealthy(Exception):
@@ -73,6 +72,7 @@ class Replica:
             torch.set_num_threads(config.threads)
         incarnation = new_incarnation(config.role) if followers is None else followers.incarnation
         self._followers = followers
+        self._step_timeout = config.step_timeout
         runner = ModelRunner(config, _rank_group(config, followers), fill=fill)
         inbox: Inbox[Any] = Inbox()
         self._inbox = inbox
@@ -107,6 +107,8 @@ class Replica:
             session_address=f"{host}:{self._sessions.port}",
             kv_addresses=kv_addresses,
         )
+        self._watchdog = Watchdog(self._look, self._hang_up)
+        self._watchdog.start()
         log.info("%s serves %d blocks at %s", incarnation, runner.num_blocks, self.record.session_address)
 
     def _prefill_engine(
@@ -171,16 +173,36 @@ class Replica:
         return drained.wait(seconds)
 
     def require_health(self) -> None:
-        """Raise ``Unhealthy`` if the engine's thread has ended or hangs."""
+        """Raise ``Unhealthy`` if the engine's thread has ended or hangs, or a rank is lost."""
+        problem = self._problem()
+        if problem is not None:
+            raise Unhealthy(problem)
+
+    def _problem(self) -> str | None:
+        """Why only a new process helps, if so. Loading is over when anybody asks; chunks bound what a step computes."""
+        problem: str | None = None
         if self._loop.failure is not None:
-            raise Unhealthy(f"{self.record.incarnation}: the engine failed: {self._loop.failure!r}")
-        if self._followers is not None and self._followers.lost is not None:
-            raise Unhealthy(f"{self.record.incarnation}: {self._followers.lost}")
-        if self._loop.stalled_for > LONGEST_STEP_SECONDS:
-            raise Unhealthy(f"{self.record.incarnation}: one step takes {self._loop.stalled_for:.0f} s")
+            problem = f"the engine failed: {self._loop.failure!r}"
+        elif self._loop.stalled_for > self._step_timeout:
+            problem = f"one step takes {self._loop.stalled_for:.0f} s (--step-timeout)"
+        elif self._followers is not None:
+            problem = self._followers.lost
+        return None if problem is None else f"{self.record.incarnation}: {problem}"
+
+    def _look(self) -> str | None:
+        if self._followers is not None:
+            self._followers.look(time.monotonic())
+        return self._problem()
+
+    def _hang_up(self, problem: str) -> None:
+        """Let everybody who waits for this replica turn to another, whatever the engine's thread is doing."""
+        self._sessions.hang_up(problem)
+        if self._prefill_server is not None:
+            self._prefill_server.hang_up()
 
     def stop(self, grace: float = 1.0, transfer_grace: float | None = None) -> None:
         """End everything. What is computed and not yet taken has ``transfer_grace`` seconds (``grace`` if None)."""
+        self._watchdog.stop()
         self._loop.stop()
         if self._prefill_server is not None:
             self._prefill_server.stop(grace if transfer_grace is None else transfer_grace)

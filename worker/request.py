@@ -100,7 +100,7 @@ class RequestLimits:
 
 
 def make_sequence(submit: wire.Submit, request_id: RequestId, limits: RequestLimits, now: float) -> Sequence:
-    """The first choice of a request; raises ``InvalidRequest`` for one that can never be served."""
+    """The first choice of a submission; raises ``InvalidRequest`` for one that can never be served."""
     known = len(submit.token_ids)
     if not 0 < len(submit.request_id.encode()) <= MAX_REQUEST_ID_BYTES:
         raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID_BYTES} bytes")
@@ -121,7 +121,7 @@ def make_sequence(submit: wire.Submit, request_id: RequestId, limits: RequestLim
     timeout = submit.timeout_ms / 1e3 or limits.default_timeout
     return Sequence(
         request_id=request_id,
-        choice=0,
+        choice=submit.choice,
         tokens=[*limits.prefix_tokens, *submit.token_ids],
         prompt_len=len(limits.prefix_tokens) + submit.prompt_len,
         prefix_len=len(limits.prefix_tokens),

@@ -9,6 +9,7 @@ the waiting queue. A sequence that finds no block preempts another that is not y
 sequence was admitted last, the one of the lowest priority.
 """
 
+import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -183,9 +184,8 @@ class Scheduler:
         return [sequence for sequence in self.live() if sequence.request_id == request_id]
 
     def expired(self, now: float) -> list[Sequence]:
-        """Live sequences whose deadline has passed, or that should have been admitted by now."""
-        late = [sequence for sequence in self.live() if sequence.deadline <= now]
-        return late + [s for s in self.waiting if s.start_by <= now < s.deadline and not s.admitted]
+        """Live sequences that have waited for too long, of which ``Sequence.overdue`` says why."""
+        return [sequence for sequence in self.live() if sequence.overdue(now)]
 
     def wait(self, sequence: Sequence) -> float | None:
         """About how many seconds a new sequence would wait for its turn; None if nobody can tell yet."""
@@ -226,6 +226,8 @@ class Scheduler:
             self.waiting.pop()
             if transfer:
                 sequence.move_to(SequenceState.RECEIVING)
+                # Transfers have deadlines of their own.
+                sequence.due = math.inf
                 self._epochs += 1
                 sequence.epoch = Epoch(self._epochs)
                 self.receiving.append(sequence)
@@ -254,6 +256,7 @@ class Scheduler:
         """Account for a computed step; ``tokens`` are the sampled ones, one per draw."""
         for scheduled in plan.rows:
             scheduled.sequence.computed += scheduled.rows
+            scheduled.sequence.due = now + self._config.token_timeout
             self._cache.advance(scheduled.sequence)
         sampled: list[Sampled] = []
         copies: list[BlockCopy] = []

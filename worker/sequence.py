@@ -51,8 +51,8 @@ class Sequence:
     ``tokens`` are prompt and generated tokens; ``computed`` of them are in the cache. The first ``prefix_len`` are the
     model's own, not the client's. ``tables`` are its blocks, one table per KV cache group. ``hashes`` names the leading
     full blocks of the smallest block size. ``branches`` is how many choices still share this prompt. ``deadline`` is in
-    the engine's clock, seconds; by ``start_by`` it must have been admitted once. ``caller``, ``priority`` and
-    ``arrival_number``, which the queue gives it, order it there.
+    the engine's clock, seconds, like ``due``, by when it must have gone on, and ``start_by``, by when it must have
+    been admitted once. ``caller``, ``priority`` and ``arrival_number``, which the queue gives it, order it there.
     ``constraint`` is what a grammar lets follow, if there is one.
     """
 
@@ -64,6 +64,7 @@ class Sequence:
     salt: str
     arrival: float
     deadline: float
+    due: float = math.inf
     eos_token_ids: frozenset[int] = frozenset()
     prefix_len: int = 0
     branches: int = 1
@@ -98,6 +99,18 @@ class Sequence:
         """Tokens that end it."""
         own = self.sampling.stop_token_ids
         return own if self.sampling.ignore_eos else own | self.eos_token_ids
+
+    def has_not_started(self, now: float) -> bool:
+        """Whether its turn has not come in time, which says nothing about the request."""
+        return self.state is SequenceState.WAITING and not self.admitted and self.start_by <= now < self.deadline
+
+    def overdue(self, now: float) -> str:
+        """Why it is to end, if it has waited for too long; empty if not."""
+        if self.deadline <= now:
+            return "the request's deadline has passed (its timeout, or --request-timeout)"
+        if self.has_not_started(now):
+            return f"its turn did not come within {self.start_by - self.arrival:g} s"
+        return "the request has not gone on for too long (--token-timeout)" if self.due <= now else ""
 
     @property
     def awaits_constraint(self) -> bool:

@@ -15,6 +15,7 @@ import grpc
 from kv_transfer.authentication import aio_token_checks
 from kv_transfer.cluster_token import ClusterToken
 from worker.events import Aborted, CacheCleared, ClientArrived, ClientGone, StatusWanted, Submitted
+from worker.heartbeat import BEAT_SECONDS
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
 
@@ -25,10 +26,10 @@ SessionEvent = Submitted | Aborted | ClientArrived | ClientGone | StatusWanted |
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    # This is what ends a connection whose pings are not answered; without it gRPC waits for a minute.
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    # A front end that was stopped: its requests are given up after so long. Without the last, gRPC waits for a minute.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
@@ -43,14 +44,21 @@ class SessionClient:
         self._messages: list[wire.EngineMessage] = []
         self._ready = asyncio.Event()
         self._closed = False
+        self.failure: str | None = None
 
     def send(self, message: wire.EngineMessage) -> None:
         """Queue a message; called on the engine's thread."""
         self._loop.call_soon_threadsafe(self._append, message)
 
-    def close(self) -> None:
-        """No more messages; called on the event loop."""
+    def beat(self) -> None:
+        """Queue a message that says nothing but that this process runs; called on the event loop."""
+        if not self._messages:
+            self._append(wire.EngineMessage())
+
+    def close(self, failure: str | None = None) -> None:
+        """No more messages; called on the event loop. With a ``failure``, that is how the session ends."""
         self._closed = True
+        self.failure = self.failure or failure
         self._ready.set()
 
     async def messages(self) -> AsyncIterator[wire.EngineMessage]:
@@ -78,19 +86,39 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
     def __init__(self, deliver: Callable[[SessionEvent], None]) -> None:
         self._deliver = deliver
         self._numbers = itertools.count()
+        self._clients: set[SessionClient] = set()
+        self._failure: str | None = None
+
+    def hang_up(self, failure: str) -> None:
+        """End every session, and every later one, as failed; called on the event loop."""
+        self._failure = failure
+        for client in self._clients:
+            client.close(failure)
+
+    async def beat(self) -> None:
+        """Let every front end know that this process runs. Never returns."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for client in self._clients:
+                client.beat()
 
     async def Session(  # noqa: N802 (the contract's name)
         self, request_iterator: AsyncIterator[wire.ClientMessage], context: _Context
     ) -> AsyncIterator[wire.EngineMessage]:
-        del context
+        if self._failure is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self._failure)
         client = SessionClient(f"session-{next(self._numbers)}", asyncio.get_running_loop())
+        self._clients.add(client)
         self._deliver(ClientArrived(client))
         reader = asyncio.create_task(self._read(request_iterator, client))
         try:
             async for message in client.messages():
                 yield message
+            if client.failure is not None:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, client.failure)
         finally:
             reader.cancel()
+            self._clients.discard(client)
             self._deliver(ClientGone(client))
 
     async def _read(self, requests: AsyncIterator[wire.ClientMessage], client: SessionClient) -> None:
@@ -131,12 +159,13 @@ class SessionServer:
         port: int = 0,
         token: ClusterToken | None = None,
     ) -> None:
-        self._deliver = deliver
         self._address = f"{host}:{port}"
         self._checks = aio_token_checks(token)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True)
         self._server: grpc.aio.Server | None = None
+        self._servicer = _Servicer(deliver)
+        self._beating: asyncio.Task[None] | None = None
         self.port = 0
 
     def start(self) -> None:
@@ -144,15 +173,25 @@ class SessionServer:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
+    def hang_up(self, failure: str) -> None:
+        """End every session at once, and every later one, as failed."""
+        self._loop.call_soon_threadsafe(self._servicer.hang_up, failure)
+
     def stop(self, grace: float) -> None:
         """End every session after ``grace`` seconds."""
-        if self._server is not None:
-            asyncio.run_coroutine_threadsafe(self._server.stop(grace), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._stop(grace), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     async def _start(self) -> None:
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=self._checks)
-        engine_pb2_grpc.add_EngineServicer_to_server(_Servicer(self._deliver), self._server)  # type: ignore[no-untyped-call]
+        engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(self._address)
         await self._server.start()
+        self._beating = asyncio.create_task(self._servicer.beat())
+
+    async def _stop(self, grace: float) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._server is not None:
+            await self._server.stop(grace)

@@ -148,7 +148,11 @@ class TransferPlan:
         # A prompt that waits long for a slow machine is still to be sent, not to be computed on the other side.
         patience = max(config.transfer_timeout, config.request_timeout)
         config = config.replace(
-            mode=Mode.DISAGGREGATED, prefix_caching=False, local_prefill_threshold=0, transfer_timeout=patience
+            mode=Mode.DISAGGREGATED,
+            prefix_caching=False,
+            local_prefill_threshold=0,
+            transfer_timeout=patience,
+            queue_timeout=patience,
         )
         deployments = []
         for sharing, transport, ranks in itertools.product(self.sharing, self.transports, self.ranks):

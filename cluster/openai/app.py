@@ -85,11 +85,11 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions_route(request: Request) -> Response:
-        return await generate(request, serving.limits.max_body_bytes, serving.metrics, chat.handle)
+        return await generate(request, serving.limits, serving.metrics, chat.handle)
 
     @app.post("/v1/completions")
     async def completions_route(request: Request) -> Response:
-        return await generate(request, serving.limits.max_body_bytes, serving.metrics, completions.handle)
+        return await generate(request, serving.limits, serving.metrics, completions.handle)
 
 
 def _add_models(app: FastAPI, model: ModelCard) -> None:

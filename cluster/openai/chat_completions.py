@@ -31,7 +31,7 @@ class ChatCompletions:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def handle(self, data: bytes, caller: Caller) -> Answer:
+    async def handle(self, data: bytes, caller: Caller, seconds: float | None) -> Answer:
         """Validate, render, submit; return the whole answer or its events."""
         serving = self._serving
         serving.require_room(caller.name)
@@ -64,6 +64,7 @@ class ChatCompletions:
             response.response_id,
             [prompt],
             [sampling],
+            seconds,
             keep_special_tokens=calls is not None and serving.tokenizer.special_id(calls.opening) is not None,
         )
         return response.events(generation) if body.stream else await response.whole(generation)

@@ -33,7 +33,7 @@ class Completions:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def handle(self, data: bytes, caller: Caller) -> Answer:
+    async def handle(self, data: bytes, caller: Caller, seconds: float | None) -> Answer:
         """Validate, tokenize, submit; return the whole answer or its events."""
         serving = self._serving
         serving.require_room(caller.name)
@@ -51,7 +51,7 @@ class Completions:
             )
         samplings = [self._sized(body, sampling, prompt) for prompt in prompts]
         response = _CompletionResponse(f"cmpl-{uuid.uuid4().hex}", body, serving, prompts)
-        generation = serving.generation(body, caller, response.response_id, prompts, samplings)
+        generation = serving.generation(body, caller, response.response_id, prompts, samplings, seconds)
         return response.events(generation) if body.stream else await response.whole(generation)
 
     def _check(self, body: CompletionBody) -> None:

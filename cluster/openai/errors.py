@@ -7,7 +7,7 @@ from fastapi import Response
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from cluster.engine_client import EngineError, EngineOverloaded, EngineUnavailable
+from cluster.engine_client import EngineError, EngineOverloaded, EngineTimeout, EngineUnavailable, PoisonRequest
 from worker.wire import engine_pb2
 
 _MAX_MESSAGE = 2000
@@ -101,6 +101,10 @@ def from_engine(error: EngineError) -> ApiError:
         return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error), code="unavailable", retry_after=1)
+    if isinstance(error, EngineTimeout):
+        return ApiError(504, str(error), code="timeout")
+    if isinstance(error, PoisonRequest):
+        return ApiError(500, str(error), code="poison_request")
     return ApiError(500, str(error))
 
 

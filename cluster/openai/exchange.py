@@ -1,6 +1,7 @@
 """One HTTP request that generates: read within limits, answered whole or as a stream, and counted once it ends."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -13,9 +14,13 @@ from cluster.openai.api_keys import Caller
 from cluster.openai.authentication import caller_of
 from cluster.openai.errors import ApiError, from_validation, invalid
 from cluster.openai.event_stream import EventStream, as_api_error, while_connected
+from cluster.openai.limits import ApiLimits
 from cluster.openai.metrics import DISCONNECTED, FrontEndMetrics
 
 B = TypeVar("B", bound=BaseModel)
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+"""Seconds that a request may take, like ``timeout`` in its body."""
 
 _FORGOTTEN_BODIES = 4
 _FORGETTING_SECONDS = 2.0
@@ -53,6 +58,23 @@ async def _forget(parts: AsyncGenerator[bytes, None], max_bytes: int) -> None:
         pass
 
 
+def timeout_of(request: Request, limits: ApiLimits) -> float | None:
+    """Return the seconds that the header allows, if it is there; raise ``ApiError`` for what is no such time."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= limits.max_timeout:
+        raise invalid(
+            f"{TIMEOUT_HEADER} is {given!r:.100}, which is no number of seconds up to {limits.max_timeout}",
+            TIMEOUT_HEADER,
+        )
+    return seconds
+
+
 def parse(kind: type[B], body: bytes) -> B:
     """Return the body as its model; raise ``ApiError`` naming the field that is wrong."""
     if not body:
@@ -74,21 +96,25 @@ async def answered(request: Request, max_bytes: int, handler: Callable[[bytes], 
 
 
 async def generate(
-    request: Request, max_bytes: int, metrics: FrontEndMetrics, handler: Callable[[bytes, Caller], Awaitable[Answer]]
+    request: Request,
+    limits: ApiLimits,
+    metrics: FrontEndMetrics,
+    handler: Callable[[bytes, Caller, float | None], Awaitable[Answer]],
 ) -> Response:
-    """Answer with what ``handler`` makes of the caller's body: JSON, or the events of a stream."""
+    """Answer with what ``handler`` makes of the caller's body and timeout: JSON, or the events of a stream."""
     metrics.running.inc()
 
     def ended(status: int) -> None:
         metrics.running.dec()
         metrics.requests.labels(str(status)).inc()
 
-    async def answer(body: bytes) -> Answer:
-        return await handler(body, caller_of(request))
+    async def answer(body: bytes, seconds: float | None) -> Answer:
+        return await handler(body, caller_of(request), seconds)
 
     try:
-        body = await read_body(request, max_bytes)
-        result = await while_connected(request.receive, answer(body))
+        seconds = timeout_of(request, limits)
+        body = await read_body(request, limits.max_body_bytes)
+        result = await while_connected(request.receive, answer(body, seconds))
     except ClientDisconnect:
         ended(DISCONNECTED)
         return Response(status_code=DISCONNECTED)  # nobody hears it

@@ -167,7 +167,10 @@ class Generation:
             raise ApiError(503, "the request was aborted by the replica that had it", retry_after=1)
         if output.choice >= len(choices):
             raise ApiError(500, f"the engine sent choice {output.choice} of {len(choices)}")
-        if output.HasField("prompt_info"):
+        if output.HasField("prompt_info") and prompt_index in self._prompt_infos:
+            self.usage.add_resumption(output.prompt_info)
+            self._metrics.resumptions.inc()
+        elif output.HasField("prompt_info"):
             self._prompt_infos[prompt_index] = output.prompt_info
             self.usage.add_prompt(output.prompt_info)
             self._metrics.prompt_tokens.inc(len(self.plan.prompts[prompt_index].token_ids))

@@ -47,6 +47,11 @@ class FrontEndMetrics:
             ["status"],
             registry=registry,
         )
+        self.resumptions = Counter(
+            "crosskv_resumptions",
+            "Answers, of several choices each by itself, that another replica went on with.",
+            registry=registry,
+        )
         self.running = Gauge(
             "crosskv_front_end_requests_in_flight", "Generation requests that have no end yet.", registry=registry
         )

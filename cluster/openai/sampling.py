@@ -80,13 +80,12 @@ def choices_of(body: GenerationBody, limits: ApiLimits) -> int:
     return n
 
 
-def timeout_ms_of(body: GenerationBody, limits: ApiLimits) -> int:
-    """Return the request's own deadline in milliseconds, or 0 if it has none."""
-    if body.timeout is None:
-        return 0
-    if body.timeout > limits.max_timeout:
+def timeout_ms_of(body: GenerationBody, limits: ApiLimits, header: float | None = None) -> int:
+    """Return the request's own deadline in milliseconds, the shorter of body and header, or 0 if it has none."""
+    if body.timeout is not None and body.timeout > limits.max_timeout:
         raise invalid(f"timeout is {body.timeout} s; at most {limits.max_timeout} s are allowed", "timeout")
-    return math.ceil(body.timeout * 1000)
+    given = [seconds for seconds in (body.timeout, header) if seconds is not None]
+    return math.ceil(min(given) * 1000) if given else 0
 
 
 def logprobs_of(count: int | None, limits: ApiLimits, param: str) -> int | None:

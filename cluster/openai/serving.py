@@ -71,6 +71,7 @@ class Serving:
         request_id: str,
         prompts: Sequence[Prompt],
         samplings: Sequence[Sampling],
+        timeout: float | None = None,
         *,
         keep_special_tokens: bool = False,
     ) -> Generation:
@@ -83,7 +84,7 @@ class Serving:
             stop_rule=stop_rule_of(body, self.limits),
             skip_special_tokens=body.skip_special_tokens is not False and not keep_special_tokens,
             cache_salt=self.cache_salt(body.cache_salt or "", caller),
-            timeout_ms=timeout_ms_of(body, self.limits),
+            timeout_ms=timeout_ms_of(body, self.limits, timeout),
             priority=body.priority or 0,
             caller=caller.name,
         )

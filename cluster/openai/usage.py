@@ -11,15 +11,23 @@ class Usage:
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
+        self.resumptions = 0
         self._prompts: list[PromptInfo] = []
+        self._again: list[PromptInfo] = []
 
     def add_prompt(self, info: PromptInfo) -> None:
         """Take what the engine says about one prompt."""
         self._prompts.append(info)
 
+    def add_resumption(self, info: PromptInfo) -> None:
+        """Take what another replica says, which goes on where the one before was lost."""
+        self.resumptions += 1
+        self._again.append(info)
+
     def as_dict(self) -> dict[str, Any]:
         """Return OpenAI's ``usage`` object; ``crosskv`` in it sums bytes and attempts and holds the longest times."""
         transfers = [info.transfer for info in self._prompts]
+        again = [info.transfer for info in self._again]
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -29,8 +37,10 @@ class Usage:
                 "payload_bytes": sum(transfer.payload_bytes for transfer in transfers),
                 "lower_bound_bytes": sum(transfer.lower_bound_bytes for transfer in transfers),
                 "unshared_bytes": sum(transfer.unshared_bytes for transfer in transfers),
-                "retransmitted_bytes": sum(transfer.retransmitted_bytes for transfer in transfers),
-                "attempts": sum(transfer.attempts for transfer in transfers),
+                "retransmitted_bytes": sum(transfer.retransmitted_bytes for transfer in transfers)
+                + sum(transfer.payload_bytes + transfer.retransmitted_bytes for transfer in again),
+                "attempts": sum(transfer.attempts for transfer in (*transfers, *again)),
+                "resumptions": self.resumptions,
                 "queue_ms": max((transfer.queue_ms for transfer in transfers), default=0.0),
                 "transfer_ms": max((transfer.transfer_ms for transfer in transfers), default=0.0),
                 "prefill_cached_tokens": sum(info.prefill_cached_tokens for info in self._prompts),

@@ -80,6 +80,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "front_ends": (2, 3),
     "revision": ("1", "2"),
     "transfer_timeout": (1.5, 2.5),
+    "token_timeout": (1.5, 2.5),
+    "step_timeout": (1.5, 2.5),
     "ray_address": ("auto", "ray://head:10001"),
 }
 

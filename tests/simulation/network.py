@@ -143,6 +143,7 @@ class SimulatedPeer:
         self.passing = pair_layout(layout, pair)
         self.incarnation = ""
         self.max_streams = 0
+        self.silent = False
         self._network = network
         self._host = host
         self._staging = staging

@@ -5,6 +5,7 @@ from the start, however often it is preempted, transferred or forked on the way.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class SchedulerSimulation:
             max_running_requests=max_running_requests,
             local_prefill_threshold=local_prefill_threshold,
             prefix_caching=prefix_caching,
+            token_timeout=math.inf,
         )
         self.cache = KVCacheManager(
             self.plan,

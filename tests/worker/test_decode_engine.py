@@ -323,3 +323,46 @@ def test_leaving_takes_along_ones_own_requests_only() -> None:
     assert len(other.tokens("gone")) == 1
     assert len(engine.front_end.tokens("r")) == 1
     assert engine.engine.status().counters.requests_aborted == 2
+
+
+@pytest.mark.parametrize("known", [1, 4, 7])
+def test_a_choice_that_is_resumed_goes_on_as_it_would_have(known: int) -> None:
+    """Another engine gets prompt and first tokens, and the choice's number; penalties and limits count as before."""
+    sampling = {
+        "temperature": 1.5,
+        "seed": 77,
+        "frequency_penalty": 1.5,
+        "min_tokens": 6,
+        "stop_token_ids": [3, 4],
+        "logprobs": 1,
+    }
+    first = Engine()
+    first.submit("r", [5, 6, 7], n=3, max_tokens=9, sampling=sampling)
+    first.run()
+    for choice in range(3):
+        tokens = first.front_end.tokens("r", choice)
+        if known >= len(tokens):
+            continue
+        other = Engine()
+        rest = {"token_ids": tokens[:known], "choice": choice}
+        other.submit("rest", [5, 6, 7], max_tokens=9, sampling=sampling, **rest)
+        other.run()
+        assert other.front_end.tokens("rest", choice) == tokens[known:]
+        expected = [output for output in first.front_end.outputs["r"] if output.choice == choice]
+        assert other.front_end.outputs["rest"][-1].finish_reason == expected[-1].finish_reason
+        logprobs = [entry.logprob for output in other.front_end.outputs["rest"] for entry in output.logprobs]
+        assert logprobs == pytest.approx([o.logprobs[0].logprob for o in expected[known:]], abs=1e-5)
+    # Choices differ, or the number would not have mattered.
+    assert len({tuple(first.front_end.tokens("r", choice)) for choice in range(3)}) == 3
+
+
+def test_a_request_goes_without_a_token_no_longer_than_it_may() -> None:
+    """The later of two that do not fit side by side is preempted, and comes back too late."""
+    engine = Engine(num_blocks=6, token_timeout=4.0)
+    engine.submit("first", [5, 6, 7], max_tokens=16)
+    engine.submit("second", [8, 9, 10], max_tokens=16)
+    engine.run()
+    assert engine.engine.status().counters.preemptions > 0
+    assert engine.front_end.tokens("first") == greedy([5, 6, 7], 16)
+    assert engine.front_end.error("second") == "TIMEOUT"
+    assert "--token-timeout" in engine.front_end.outputs["second"][-1].error.message

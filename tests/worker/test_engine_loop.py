@@ -1,16 +1,17 @@
 import threading
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
 from tests.tiny_checkpoints import write_tiny
-from worker import replica as replica_module
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
 from worker.engine_loop import EngineLoop
 from worker.inbox import Inbox
 from worker.replica import Replica, Unhealthy
+from worker.wire import engine_pb2_grpc
 
 # A thread that ends with an exception is what some of these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -115,8 +116,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("llama", tmp_path_factory.mktemp("tiny-llama"), num_hidden_layers=1)
 
 
-def colocated(model: Path) -> Replica:
-    return Replica(EngineConfig(model=str(model), role=Role.COLOCATED, kv_cache_memory=1 << 20))
+def colocated(model: Path, **settings: float) -> Replica:
+    return Replica(EngineConfig(model=str(model), role=Role.COLOCATED, kv_cache_memory=1 << 20, **settings))
+
+
+def require_hung_up(replica: Replica, reason: str) -> None:
+    """Whoever has a session is told why it has ended."""
+    with grpc.insecure_channel(replica.record.session_address) as channel:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        with pytest.raises(grpc.RpcError, match=reason) as failure:
+            for _ in stub.Session(iter(threading.Event().wait, True), timeout=SECONDS):
+                pass
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_replica_whose_engine_has_failed_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +140,21 @@ def test_a_replica_whose_engine_has_failed_says_so(model: Path, monkeypatch: pyt
         replica._loop._thread.join(SECONDS)
         with pytest.raises(Unhealthy, match=rf"{replica.record.incarnation}: .*out of luck"):
             replica.require_health()
+        require_hung_up(replica, "out of luck")
     finally:
         replica.stop(grace=0.0)
 
 
 def test_a_replica_whose_engine_hangs_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = colocated(model)
+    """Also to those who are connected already, from beside the step that never ends."""
+    go_on = threading.Event()
+    replica = colocated(model, step_timeout=1.0)
     try:
         replica.require_health()
-        monkeypatch.setattr(replica_module, "LONGEST_STEP_SECONDS", -1.0)
+        monkeypatch.setattr(DecodeEngine, "step", lambda engine, now: go_on.wait(SECONDS))
+        require_hung_up(replica, r"one step takes \d+ s")
         with pytest.raises(Unhealthy, match=r"one step takes \d+ s"):
             replica.require_health()
     finally:
+        go_on.set()
         replica.stop(grace=0.0)

@@ -41,13 +41,20 @@ class Engine:
         self.jobs: list[tuple[PrefillJob, KeptStream]] = []
 
     def ask(
-        self, tokens: list[int], held: int = 0, *, salt: str = "", receivers: int = 1, priority: int = 0
+        self,
+        tokens: list[int],
+        held: int = 0,
+        *,
+        salt: str = "",
+        receivers: int = 1,
+        priority: int = 0,
+        seconds: float = 1000.0,
     ) -> KeptStream:
         """A prompt of one token more than ``tokens``, of which the receiver has the slots before ``held``."""
         stream = KeptStream()
         wanted = lacking(self.runner.layout, len(tokens) + 1, [held] * len(self.runner.layout.sections))
         name = TransferName("decode-1", "r", len(self.jobs) + 1)
-        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, 60.0, stream, priority=priority)
+        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, seconds, stream, priority=priority)
         self.jobs.append((job, stream))
         self.engine.handle(job, self.now)
         return stream
@@ -277,3 +284,15 @@ def test_a_full_queue_is_busy_and_a_stop_is_told() -> None:
         assert stream.failure.code is grpc.StatusCode.UNAVAILABLE
     assert engine.engine.idle
     assert engine.engine.status().held_blocks == 0
+
+
+def test_a_prompt_that_has_waited_for_too_long_is_given_back() -> None:
+    engine = Engine(max_running_requests=1, max_batched_tokens=2)
+    engine.ask([1] * 20)
+    late = engine.ask([2] * 20, seconds=3.0)
+    engine.run()
+    assert late.failure is not None
+    assert late.failure.code is grpc.StatusCode.ABORTED
+    assert "deadline" in late.failure.message
+    engine.jobs.pop()
+    engine.require_complete()

@@ -79,7 +79,7 @@ def test_a_prefill_replica_that_is_killed(
 def test_a_prefill_replica_that_hangs_is_given_up(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: EngineProcess
 ) -> None:
-    decode, config = engine_processes.second, tiny_llama.config(**TORCH, transfer_timeout=1.5)
+    decode, config = engine_processes.second, tiny_llama.config(**TORCH)
     victim = doomed.start(prefill_config(config))
     with connected(decode.start(decode_config(config))) as client:
         decode.use_prefill_replicas(victim)

@@ -45,7 +45,7 @@ def wait_until_unhealthy(replica: RankProcesses) -> float:
     raise AssertionError(f"nobody noticed within {NOTICED_SECONDS} s")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
 def test_a_decode_replica_whose_follower_dies_is_over_and_its_prefill_replica_keeps_every_block(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: RankProcesses, number: int
 ) -> None:
@@ -59,19 +59,21 @@ def test_a_decode_replica_whose_follower_dies_is_over_and_its_prefill_replica_ke
         arriving = client.submit(LONG)
         client.wait_for_status(lambda status: status.load.receiving_requests > 0)
         doomed.processes[1].signal(number)
-        assert wait_until_unhealthy(doomed) < NOTICED_SECONDS
+        # At once, although the leading rank's process lives and its engine may be stuck in a step with a stopped one.
+        for pending in (running, arriving):
+            with pytest.raises(ConnectionError, match="UNAVAILABLE"):
+                pending.result(NOTICED_SECONDS)
+        wait_until_unhealthy(doomed)
         # What a supervisor does then.
         doomed.processes[0].signal(signal.SIGKILL)
-        for pending in (running, arriving):
-            with pytest.raises(ConnectionError):
-                pending.result()
         prefill_client.settled()
         prefill.require_health()
     prefill.stop_replica()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_prefill_replica_whose_follower_dies_is_replaced_by_the_decode_replica_itself(
-    tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: RankProcesses
+    tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: RankProcesses, number: int
 ) -> None:
     decode = engine_processes.second
     prefill_record = doomed.start(of_role(replace(tiny_llama.config(), **SLOWLY), Role.PREFILL))
@@ -79,9 +81,8 @@ def test_a_prefill_replica_whose_follower_dies_is_replaced_by_the_decode_replica
         decode.use_prefill_replicas(prefill_record)
         pending = client.submit(LONG, logprobs=0)
         client.wait_for_status(lambda status: status.counters.payload_bytes > 0)
-        doomed.processes[1].signal(signal.SIGKILL)
+        doomed.processes[1].signal(number)
         wait_until_unhealthy(doomed)
-        doomed.processes[0].signal(signal.SIGKILL)
         tiny_llama.require_greedy(LONG, pending.result())
         assert client.settled().counters.transfers_failed >= 1
         decode.require_health()

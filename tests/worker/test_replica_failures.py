@@ -6,6 +6,7 @@ check the latter on their way out.
 
 import math
 import signal
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from worker.config import EngineConfig, Role
 from worker.wire import engine_pb2 as wire
 
 LONG = random_prompt(3000)
+NOTICED_SECONDS = 5.0
+"""Twice what it should take, on a machine that has other things to do."""
 SLOWLY = {"max_batched_tokens": 2}
 """So small are a prefill replica's chunks that a long prompt can be interrupted anywhere."""
 
@@ -91,17 +94,24 @@ def test_a_prefill_replica_that_hangs_is_given_up(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: EngineProcess
 ) -> None:
     decode = engine_processes.second
-    config = tiny_llama.config(transfer_timeout=1.5)
+    config = tiny_llama.config()
     prefill_record = doomed.start(prefill_config(config, **SLOWLY))
     with connected(decode.start(decode_config(config))) as client:
         decode.use_prefill_replicas(prefill_record)
         pending = client.submit(LONG, logprobs=0)
         client.wait_for_status(is_halfway)
         doomed.signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        client.wait_for_status(lambda status: status.counters.transfers_failed > 0)
+        assert time.monotonic() - stopped < NOTICED_SECONDS
         tiny_llama.require_greedy(LONG, pending.result())
-        counters = client.settled().counters
-        assert (counters.transfers_failed, counters.local_prefills) == (1, 1)
+        assert client.settled().counters.local_prefills == 1
         decode.require_health()
+        # It is used again as soon as it answers again.
+        doomed.signal(signal.SIGCONT)
+        deadline = time.monotonic() + 30
+        while not client.generate(random_prompt(100), cache_salt=str(time.monotonic())).prompt_info.transfer.attempts:
+            assert time.monotonic() < deadline
     decode.stop_replica()
 
 

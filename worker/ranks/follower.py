@@ -25,6 +25,7 @@ from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 from worker.dtype import choose_device
 from worker.heap import keep_freed_memory
+from worker.heartbeat import BEAT_SECONDS
 from worker.inbox import Inbox
 from worker.incoming_transfers import IncomingTransfers, RankReceived
 from worker.model_runner import ModelRunner
@@ -124,6 +125,8 @@ class Follower:
         join: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(JOIN_METHOD)
         self._commands = join(iter(self._reports.get, None))
         threading.Thread(target=self._read, args=(self._commands,), name="commands", daemon=True).start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
         log.info("rank %d of %s follows %s", rank, incarnation, leader)
 
     def run(self) -> None:
@@ -174,6 +177,11 @@ class Follower:
             log.info("the leader is gone: %s", error)
         self._inbox.put(_LeaderGone())
 
+    def _beat(self) -> None:
+        """Tell the leader, beside whatever is computed, that this process runs."""
+        while not self._ended.wait(BEAT_SECONDS):
+            self._reports.put(wire.Report().SerializeToString())
+
     def _follow_peers(self, peers: PrefillPeers) -> None:
         """Connect to prefill replicas and forget them in the order of the commands; steps must not wait for it."""
         while (command := self._connections.get()) is not None:
@@ -218,6 +226,7 @@ class Follower:
             self._reports.put(wire.Report(totals=totals).SerializeToString())
 
     def _stop(self) -> None:
+        self._ended.set()
         self._reports.put(None)
         self._commands.cancel()
         if self._server is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -23,6 +23,7 @@ from kv_transfer.frame import EndFrame
 from kv_transfer.group_store import answer
 from kv_transfer.prefill_server import TransferName
 from kv_transfer.wire import kv_transfer_pb2 as kv_wire
+from worker.heartbeat import SILENCE_SECONDS, Silence
 from worker.incoming_transfers import RankReceived
 from worker.prefill_peers import PeerRefused
 from worker.ranks.command_wire import encode_command, parse_name
@@ -54,6 +55,7 @@ class _Follower:
     commands: "queue.SimpleQueue[bytes | None]"
     hello: wire.Hello
     totals: wire.Totals
+    silence: Silence = field(default_factory=Silence)
 
 
 class Followers:
@@ -161,6 +163,12 @@ class Followers:
             backlogged=frozenset(parse_name(name) for report in reports for name in report.backlogged),
         )
 
+    def look(self, now: float) -> None:
+        """Take a follower for lost that has been silent for too long. To be called every ``LOOK_SECONDS``."""
+        for rank, follower in self._joined.items():
+            if follower.silence.look(now):
+                self._lose(f"rank {rank} of {self._ranks} has been silent for {SILENCE_SECONDS} s")
+
     def stop(self) -> None:
         """End all."""
         self._stopping = True
@@ -198,16 +206,20 @@ class Followers:
         reason = "it has left"
         try:
             for message in reports:
+                self._joined[rank].silence.heard()
                 self._take(rank, wire.Report.FromString(message))
         except Exception as error:
             # Whatever it was, the replica is not whole any more.
             reason = str(error) or type(error).__name__
+        self._lose(f"rank {rank} of {self._ranks} is lost: {reason}")
+        self._joined[rank].commands.put(None)
+        context.cancel()
+
+    def _lose(self, reason: str) -> None:
         with self._changed:
             if not self._stopping:
-                self.lost = self.lost or f"rank {rank} of {self._ranks} is lost: {reason}"
-            self._joined[rank].commands.put(None)
+                self.lost = self.lost or reason
             self._changed.notify_all()
-        context.cancel()
 
     def _take(self, rank: int, report: wire.Report) -> None:
         match report.WhichOneof("report"):

@@ -371,3 +371,24 @@ async def test_lists_of_small_things_are_bounded_as_well(client) -> None:
             response = await http.post(path, json=body)
             assert response.status_code == 400, path
             assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("given", ["", "soon", "0", "-1", "nan", "inf", "1e9"])
+async def test_a_timeout_header_that_is_no_time(client, given: str) -> None:
+    async with client(ScriptedEngine(always([40]))) as http:
+        response = await http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Timeout": given})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-Request-Timeout"
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "expected"), [("2.5", {}, 2500), ("2.5", {"timeout": 1}, 1000), ("0.0001", {"timeout": 1}, 1)]
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_shorter_timeout_counts(client, path: str, header: str, body: dict, expected: int) -> None:
+    engine = ScriptedEngine(always([40]))
+    body = body | {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    async with client(engine) as http:
+        response = await http.post(path, json=body, headers={"x-request-timeout": header})
+    assert response.status_code == 200
+    assert engine.submits[0].timeout_ms == expected

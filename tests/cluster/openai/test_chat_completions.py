@@ -43,6 +43,7 @@ async def test_the_whole_answer(client, tokenizer: Tokenizer) -> None:
             "lower_bound_bytes": 1000,
             "unshared_bytes": 2000,
             "retransmitted_bytes": 0,
+            "resumptions": 0,
             "attempts": 1,
             "queue_ms": 0.25,
             "transfer_ms": 1.5,

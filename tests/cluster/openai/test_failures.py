@@ -2,11 +2,11 @@
 
 import pytest
 
-from cluster.engine_client import EngineError, EngineOverloaded, EngineUnavailable
+from cluster.engine_client import EngineError, EngineOverloaded, EngineTimeout, EngineUnavailable, PoisonRequest
 from tests.cluster.openai.events import events_of
-from tests.cluster.scripted_engine import ScriptedEngine, always, emit
+from tests.cluster.scripted_engine import TRANSFER, ScriptedEngine, always, emit, prompt_info
 from worker.wire import engine_pb2
-from worker.wire.engine_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, Error, Output, Submit
+from worker.wire.engine_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, Error, Output, PromptInfo, Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -31,6 +31,8 @@ FAILURES = {
     "unspecified": (failed(engine_pb2.ERROR_KIND_UNSPECIFIED), 500, None),
     "no replica": (EngineUnavailable("why"), 503, "1"),
     "all full": (EngineOverloaded("why", 7.2), 429, "8"),
+    "deadline": (EngineTimeout("why"), 504, None),
+    "poison": (PoisonRequest("why"), 500, None),
     "other": (EngineError("why"), 500, None),
 }
 
@@ -166,3 +168,32 @@ async def test_priority_and_caller_reach_the_replica(client) -> None:
             assert response.json()["error"]["param"] == "priority"
     assert [submit.priority for submit in engine.submits] == [-1000, 7, 0]
     assert {submit.caller for submit in engine.submits} == {""}
+
+
+async def test_a_poison_request_has_an_error_code_of_its_own(client) -> None:
+    async with client(ScriptedEngine(lambda _: [PoisonRequest("why")])) as http:
+        response = await http.post("/v1/completions", json={"prompt": "a"})
+    assert response.json()["error"]["code"] == "poison_request"
+
+
+async def test_what_another_replica_goes_on_with_is_one_answer(client) -> None:
+    """A replica that goes on reports its own transfer, but no prompt tokens and no log-probabilities of the prompt."""
+
+    def script(submit: Submit):
+        first = emit(submit, [40, 41, 42, 43], info=prompt_info(submit, transfer=TRANSFER))
+        again = emit(submit, [42, 43], info=PromptInfo(transfer=TRANSFER))
+        return first[:2] + again
+
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 4}
+    async with client(ScriptedEngine(script)) as http:
+        resumed = (await http.post("/v1/completions", json=body)).json()
+        metrics = (await http.get("/metrics")).text
+    async with client(ScriptedEngine(always([40, 41, 42, 43], info=None))) as http:
+        undisturbed = (await http.post("/v1/completions", json=body)).json()
+    assert resumed["choices"] == undisturbed["choices"]
+    assert resumed["usage"]["total_tokens"] == undisturbed["usage"]["total_tokens"] == 7
+    usage = resumed["usage"]["crosskv"]
+    assert (usage["resumptions"], usage["attempts"]) == (1, 2)
+    assert (usage["payload_bytes"], usage["retransmitted_bytes"]) == (1000, 1000)
+    assert "crosskv_resumptions_total 1.0" in metrics
+    assert "crosskv_prompt_tokens_total 3.0" in metrics
