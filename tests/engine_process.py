@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import Pipe
@@ -165,16 +165,16 @@ def host(descriptor: int) -> None:
 
 
 class EngineProcess:
-    """One process. ``log`` receives its output."""
+    """One process. ``log`` receives its output. ``inside`` puts a command elsewhere, such as onto another host."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, inside: Callable[..., list[str]] = lambda *command: [*command]) -> None:
         self._log = log
         self._shown = 0
         self._connection, theirs = Pipe()
         descriptor = theirs.fileno()
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from tests.engine_process import host; host({descriptor})"],
+                inside(sys.executable, "-c", f"from tests.engine_process import host; host({descriptor})"),
                 pass_fds=[descriptor],
                 cwd=_ROOT,
                 stdin=subprocess.DEVNULL,

@@ -20,14 +20,24 @@ NETWORK = f"198.18.{os.getpid() % 256}"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """``first`` is the process whose end is the host's."""
+    """``first`` is the process whose end is the host's. Its cable ends at ``port`` of the ``switch``'s namespaces."""
 
     address: str
     first: int
+    switch: int
+    port: str
 
     def command(self, *command: str, directory: Path) -> list[str]:
         """``command`` as a process of this host, in ``directory``."""
         return ["nsenter", f"--target={self.first}", "--net", "--pid", "--mount", f"--wd={directory}", "--", *command]
+
+    def cut(self) -> None:
+        """Unplug it: nothing arrives here, nothing leaves, and nobody is told."""
+        _ip(self.switch, "link", "set", self.port, "down")
+
+    def restore(self) -> None:
+        """Plug it in again."""
+        _ip(self.switch, "link", "set", self.port, "up")
 
 
 @contextmanager
@@ -43,7 +53,10 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         for number, first in enumerate(others, start=1):
             _plug(switch, number, "eth0", first, f"{NETWORK}.{number + 1}")
             _ip(first, "link", "set", "lo", "up")
-        yield tuple(Host(f"{NETWORK}.{number}", first) for number, first in enumerate(others, start=2))
+        yield tuple(
+            Host(f"{NETWORK}.{number + 1}", first, switch, f"port{number}")
+            for number, first in enumerate(others, start=1)
+        )
 
 
 @contextmanager
