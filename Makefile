@@ -15,12 +15,13 @@ ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/scale_out
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels proto check-proto clean
+.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
 	@echo "make serve        leave a server up (MODEL=$(MODEL); settings from CROSSKV_* variables)"
 	@echo "make test         linters, types, generated stubs, tests"
+	@echo "make test-faults  every process of a cluster killed and stopped in every state of a request; make test has some"
 	@echo "make test-deployed  ray job submit and serve deploy on a Ray cluster of its own; not part of make test"
 	@echo "make test-scale-out  replicas on two Ray nodes with networks of their own; needs root; not part of make test"
 	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, both transports; make test has some of them"
@@ -43,6 +44,10 @@ serve: $(STAMP)
 test: lint check-proto
 	$(PY) -m pytest -m replicas $(ELSEWHERE)
 	$(PY) -m pytest -m "not replicas" -n $(TEST_WORKERS) --dist loadgroup $(ELSEWHERE)
+
+# Prints a table and writes it to bench-results/faults.md. About an hour on two cores.
+test-faults: $(DEV)
+	CROSSKV_EVERY_FAULT=1 $(PY) -m pytest tests/faults
 
 # A Ray cluster of its own, applications and jobs that come to it. Minutes, on a machine with nothing else to do.
 test-deployed: $(DEV)

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.engine_process import EngineProcess
+
+if TYPE_CHECKING:
+    from tests.serving import Serving
 
 # How fast an example runs says nothing here but how busy the machine is.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,7 +41,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # What runs replicas in processes or in a cluster uses one of these.
-REPLICAS = {"serving", "engine_processes", "rank_pool", "doomed"}
+REPLICAS = {"serving", "one_cluster", "engine_processes", "rank_pool", "doomed"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,3 +96,37 @@ def rank_pool(_rank_pool: list[EngineProcess]) -> Iterator[list[EngineProcess]]:
     yield _rank_pool
     for number, process in enumerate(_rank_pool):
         print(f"--- rank process {number} ---\n{process.new_output()}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama's directory."""
+    from tests.tiny_checkpoints import write_tiny  # noqa: PLC0415 (imports torch)
+
+    return write_tiny("llama", tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def one_cluster(tiny_model: Path) -> "Iterator[Serving]":
+    """One Ray cluster for the whole session, at first with two prefill and two decode replicas."""
+    # Most tests need neither Ray nor torch.
+    from cluster.application import running_cluster  # noqa: PLC0415
+    from cluster.config import ClusterConfig  # noqa: PLC0415
+    from cluster.ports import free_port  # noqa: PLC0415
+    from tests.serving import Serving  # noqa: PLC0415
+
+    config = ClusterConfig(
+        model=str(tiny_model),
+        served_model_name="tiny",
+        port=free_port("127.0.0.1"),
+        prefill_replicas=2,
+        decode_replicas=2,
+        dtype="float32",
+        threads=1,
+        # So small that concurrent requests preempt each other.
+        kv_cache_memory="768KiB",
+        max_batched_tokens=256,
+    )
+    largest = config.replace(tensor_parallel_size=2)
+    with running_cluster(config, print, later=[largest]) as cluster:
+        yield Serving(cluster, config)

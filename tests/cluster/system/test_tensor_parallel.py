@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,6 @@ import ray
 import torch
 
 from cluster.application import APPLICATION
-from cluster.config import ClusterConfig
 from cluster.directory import directory_actor
 from cluster.ports import free_port
 from tests.cluster.system.conftest import Serving
@@ -36,17 +34,15 @@ def records() -> dict[Role, ReplicaRecord]:
     return {record.role: record for record in live}
 
 
-@pytest.fixture(scope="module")
-def original(serving: Serving) -> Iterator[ClusterConfig]:
-    """What the session's cluster was, and is again when this module is done."""
-    config = serving.config
-    yield config
-    serving.cluster.redeploy(config)
+@pytest.fixture
+def serving(one_cluster: Serving) -> Serving:
+    """The session's cluster, which each test deploys as it needs it."""
+    return one_cluster
 
 
-def deploy(serving: Serving, original: ClusterConfig, model: Path, prefill_ranks: int, decode_ranks: int) -> None:
-    serving.cluster.redeploy(
-        original.replace(
+def deploy(serving: Serving, model: Path, prefill_ranks: int, decode_ranks: int) -> None:
+    serving.require(
+        serving.config.replace(
             model=str(model),
             port=free_port("127.0.0.1"),
             prefill_replicas=1,
@@ -65,14 +61,13 @@ def test_an_unequal_pair(
     prefill_ranks: int,
     decode_ranks: int,
     serving: Serving,
-    original: ClusterConfig,
     tmp_path: Path,
 ) -> None:
     torch.set_num_threads(1)
     family = MODELS[name]
     directory = family.write(tmp_path / "model")
     case = Case(name, directory, family.load(directory))
-    deploy(serving, original, directory, prefill_ranks, decode_ranks)
+    deploy(serving, directory, prefill_ranks, decode_ranks)
     assert len(records()[Role.PREFILL].kv_addresses) == prefill_ranks
     client = EngineClient(records()[Role.DECODE].session_address)
     try:
@@ -83,10 +78,8 @@ def test_an_unequal_pair(
         client.close()
 
 
-def test_a_rank_that_is_killed_costs_its_replica_and_nobody_else(
-    serving: Serving, original: ClusterConfig, tiny_model: Path
-) -> None:
-    deploy(serving, original, tiny_model, prefill_ranks=2, decode_ranks=2)
+def test_a_rank_that_is_killed_costs_its_replica_and_nobody_else(serving: Serving, tiny_model: Path) -> None:
+    deploy(serving, tiny_model, prefill_ranks=2, decode_ranks=2)
     for role in (Role.PREFILL, Role.DECODE):
         kill_a_follower(serving, role)
 
@@ -97,18 +90,13 @@ def kill_a_follower(serving: Serving, role: Role) -> None:
     ask = {"model": "tiny", "prompt": "once upon a time " * 20, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     url = f"{serving.base_url}/v1/completions"
     expected = httpx.post(url, json=ask | {"max_tokens": 8}, timeout=60).json()["choices"][0]["text"]
-    with httpx.stream("POST", url, json=ask | {"stream": True, "cache_salt": "victim"}, timeout=60) as stream:
+    with httpx.stream("POST", url, json=ask | {"stream": True, "cache_salt": "victim"}, timeout=120) as stream:
         lines = stream.iter_lines()
         next(lines)
         os.kill(follower_process(role), signal.SIGKILL)
-        killed = time.monotonic()
         rest = list(lines)
-        took = time.monotonic() - killed
-    if role is Role.DECODE:
-        assert any("error" in line for line in rest), rest[-3:]
-        assert took < 5.0
-    else:
-        assert rest[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in rest
+    # Of the only decode replica's answer its successor sends the rest.
+    assert "data: [DONE]" in rest
     serving.wait_for(
         lambda statuses: role in records() and records()[role].incarnation != before and len(statuses) == 2,
         120.0,
