@@ -9,9 +9,9 @@ from tests.serving import Serving
 __all__ = ["Serving"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serving(one_cluster: Serving) -> Serving:
-    """The session's cluster as it was configured at first."""
+    """The session's cluster as it was configured at first; what redeploys it puts it back."""
     one_cluster.require(one_cluster.config)
     return one_cluster
 

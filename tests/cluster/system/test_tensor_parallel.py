@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -34,10 +35,11 @@ def records() -> dict[Role, ReplicaRecord]:
     return {record.role: record for record in live}
 
 
-@pytest.fixture
-def serving(one_cluster: Serving) -> Serving:
+@pytest.fixture(scope="module")
+def serving(one_cluster: Serving) -> Iterator[Serving]:
     """The session's cluster, which each test deploys as it needs it."""
-    return one_cluster
+    yield one_cluster
+    one_cluster.require(one_cluster.config)
 
 
 def deploy(serving: Serving, model: Path, prefill_ranks: int, decode_ranks: int) -> None:
