@@ -33,7 +33,7 @@ HUNG_SECONDS = 8.0
 """By then others have long turned away from it. To kill a process that was only slow would cost more than to wait."""
 STOP_SECONDS = 5.0
 """For what follows draining. Serve's own patience is a little longer."""
-LISTEN_SECONDS = 10.0
+LISTEN_SECONDS = 60.0
 
 
 class EngineSupervisor:

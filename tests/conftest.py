@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.engine_process import EngineProcess
+from tests.engine_process import TOKEN, EngineProcess
 
 if TYPE_CHECKING:
     from tests.serving import Serving
@@ -126,6 +126,7 @@ def one_cluster(tiny_model: Path) -> "Iterator[Serving]":
         # So small that concurrent requests preempt each other.
         kv_cache_memory="768KiB",
         max_batched_tokens=256,
+        cluster_token=TOKEN.value,
     )
     largest = config.replace(tensor_parallel_size=2)
     with running_cluster(config, print, later=[largest]) as cluster:
