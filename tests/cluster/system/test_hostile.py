@@ -18,8 +18,8 @@ from ray.experimental import internal_kv
 from cluster.client import ApiClient
 from cluster.ports import free_port
 from kv_transfer.cluster_token import ClusterToken
-from tests.cluster.system.conftest import STATES, Serving
 from tests.cluster.system.test_serving import body, prompts
+from tests.serving import STATES, Serving
 from tests.strangers import bothered, listening_at
 
 SECONDS = 12.0
