@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.config import ClusterConfig, flag_of
+from cluster.config import ClusterConfig, Mode, flag_of
 from cluster.errors import CrosskvError
 from cluster.model_store import resolve_model
 from worker.config import Role
@@ -277,6 +277,12 @@ def require_servable(config: ClusterConfig, summary: ModelSummary, longest_reque
 
     ``longest_request`` is in tokens, prompt and output.
     """
+    ranks_of_none = config.prefill_tensor_parallel_size
+    if config.mode is Mode.COLOCATED and ranks_of_none is not None:
+        raise CrosskvError(
+            f"--prefill-tensor-parallel-size {ranks_of_none}: with --mode {config.mode} there are no prefill replicas; "
+            f"leave it out, or use --mode {Mode.DISAGGREGATED}"
+        )
     wanted = config.max_model_len
     if wanted is not None and wanted > summary.longest_context:
         raise CrosskvError(

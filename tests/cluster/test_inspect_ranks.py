@@ -184,3 +184,10 @@ def test_a_colocated_cluster_has_no_prefill_side(smollm2: Path) -> None:
     )
     summary = inspect_model(config)
     assert summary.longest_request == summary.cache_tokens
+
+
+def test_a_colocated_cluster_has_no_ranks_of_prefill_replicas(smollm2: Path) -> None:
+    config = ClusterConfig.load(model=str(smollm2), mode="colocated", prefill_tensor_parallel_size=3)
+    with pytest.raises(CrosskvError, match="--prefill-tensor-parallel-size 3: with --mode colocated there are no"):
+        require_servable(config, inspect_model(config))
+    require_servable(config.replace(mode="disaggregated"), inspect_model(config))
