@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from urllib.parse import unquote
 
 # Offsets in struct tcp_info of linux/tcp.h: tcpi_bytes_received, tcpi_bytes_sent, tcpi_bytes_retrans.
 _RECEIVED_OFFSET = 128
@@ -27,6 +28,7 @@ class SocketBytes:
     def __init__(self, port: int) -> None:
         self._port = port
         self._watched: list[int] = []
+        self._left_out: set[tuple[str, int]] = set()
         self._seen: dict[tuple[int, object], int] = {}
         self._lock = threading.Lock()
 
@@ -42,13 +44,23 @@ class SocketBytes:
             for port in ports:
                 self._watched.remove(port)
 
+    def leave_out(self, peer: str) -> None:
+        """Do not count, from now on, the connection with ``peer``, in gRPC's words: it carries no KV."""
+        host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+        with self._lock:
+            self._left_out.add((_plain(host.strip("[]")), int(port)))
+
     def read(self) -> int:
         """Bytes so far. A connection that opened and closed between two reads is not counted."""
         with self._lock:
+            left_out = set()
             for connection in _sockets():
                 try:
                     local, peer = connection.getsockname()[1], connection.getpeername()
                     if local != self._port and not {local, peer[1]} & set(self._watched):
+                        continue
+                    if (known := (_plain(peer[0]), peer[1])) in self._left_out:
+                        left_out.add(known)
                         continue
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
                     inode = os.fstat(connection.fileno()).st_ino
@@ -58,7 +70,14 @@ class SocketBytes:
                     offsets = (_RECEIVED_OFFSET, _SENT_OFFSET, _REPEATED_OFFSET)
                     received, sent, repeated = (struct.unpack_from("=Q", info, at)[0] for at in offsets)
                     self._seen[inode, peer] = received + sent - repeated
+            # Those that are gone may have their port given to another connection.
+            self._left_out = left_out
             return sum(self._seen.values())
+
+
+def _plain(host: str) -> str:
+    """A listener for both families knows an IPv4 peer as ::ffff: and its address."""
+    return host.removeprefix("::ffff:")
 
 
 def listening_ports() -> set[int]:

@@ -9,6 +9,7 @@ import ray
 
 from cluster.application import APPLICATION
 from cluster.directory import directory_actor
+from tests.engine_process import TOKEN
 from worker.config import Role
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
@@ -31,7 +32,7 @@ class Replica:
 
     def status(self) -> wire.StatusReply:
         """Raises ``grpc.RpcError`` when it does not answer."""
-        return self._stub.Status(wire.StatusRequest(), timeout=STATUS_SECONDS)
+        return self._stub.Status(wire.StatusRequest(), timeout=STATUS_SECONDS, metadata=TOKEN.metadata)
 
     def close(self) -> None:
         self._channel.close()

@@ -54,6 +54,31 @@ def test_keeps_what_closed_connections_carried() -> None:
             assert counter.read() == round_ * 1000
 
 
+@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", "ipv4:127.0.0.1:{}"), ("::1", "ipv6:%5B::1%5D:{}")])
+def test_a_connection_that_is_left_out_is_counted_no_further_and_its_port_is_free_for_another(
+    host: str, named: str
+) -> None:
+    with listening(host) as server:
+        counter = SocketBytes(server.getsockname()[1])
+        with connected(server) as (pulse, pulse_accepted), connected(server) as (client, accepted):
+            send(pulse, pulse_accepted, 10)
+            assert counter.read() == 10
+            counter.leave_out(named.format(pulse.getsockname()[1]))
+            send(pulse, pulse_accepted, 5_000)
+            send(client, accepted, 700)
+            assert counter.read() == 710
+            again = pulse.getsockname()
+        assert counter.read() == 710
+        with socket.socket(server.family) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.bind(again[:2])
+            client.connect(server.getsockname()[:2])
+            accepted, _ = server.accept()
+            with accepted:
+                send(client, accepted, 20)
+                assert counter.read() == 730
+
+
 def test_looking_leaves_every_descriptor_as_it_was() -> None:
     read_end, write_end = os.pipe()
     unix = socket.socketpair()
