@@ -97,9 +97,7 @@ void add_run(const float* weights, const T* values, long width, long run, float*
     constexpr int VECTORS = R > 2 ? 2 : 4;
     long d = 0;
     for (; d + VECTORS * LANES <= width; d += VECTORS * LANES) {
-        Floats totals[R][VECTORS];
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < VECTORS; ++v) totals[r][v] = load(sums + r * sum_stride + d + v * LANES);
+        Floats totals[R][VECTORS] = {};
         for (long i = 0; i < run; ++i) {
             Floats value[VECTORS];
             for (int v = 0; v < VECTORS; ++v) value[v] = load(values + i * width + d + v * LANES);
@@ -109,7 +107,10 @@ void add_run(const float* weights, const T* values, long width, long run, float*
             }
         }
         for (int r = 0; r < R; ++r)
-            for (int v = 0; v < VECTORS; ++v) store(sums + r * sum_stride + d + v * LANES, totals[r][v]);
+            for (int v = 0; v < VECTORS; ++v) {
+                float* to = sums + r * sum_stride + d + v * LANES;
+                store(to, load(to) + totals[r][v]);
+            }
     }
     for (; d < width; ++d) {
         for (int r = 0; r < R; ++r) {
@@ -202,11 +203,12 @@ void multiply_panels(
     for (long panel = 0; panel < count; ++panel) {
         Floats sums[M][TILE_VECTORS] = {};
         float* to = out + panel * TILE_COLUMNS;
+        multiply_tile<M>(rows, row_stride, panels + panel * panel_stride, TILE_COLUMNS, depth, sums);
+        // Added at the end: a sum of many small ones is closer to the true one than a single long sum.
         if (is_begun) {
             for (int m = 0; m < M; ++m)
-                for (int v = 0; v < TILE_VECTORS; ++v) sums[m][v] = load(to + m * out_stride + v * LANES);
+                for (int v = 0; v < TILE_VECTORS; ++v) sums[m][v] += load(to + m * out_stride + v * LANES);
         }
-        multiply_tile<M>(rows, row_stride, panels + panel * panel_stride, TILE_COLUMNS, depth, sums);
         for (int m = 0; m < M; ++m)
             for (int v = 0; v < TILE_VECTORS; ++v) store(to + m * out_stride + v * LANES, sums[m][v]);
     }

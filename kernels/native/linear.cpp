@@ -19,6 +19,7 @@ constexpr long DEPTH_BLOCK = 256;
 // So few tiles take as long as the memory does; they read a panel from end to end.
 constexpr long FEW_TILES = 4;
 constexpr int AHEAD = 2048;
+constexpr long SUM_DEPTH = 128;
 
 // What this thread calculates in. It grows to the largest product's size and stays.
 float* scratch(std::vector<float>& held, size_t size) {
@@ -31,6 +32,29 @@ void convert_row(const From* from, long width, To* to) {
     long i = 0;
     for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
     for (; i < width; ++i) narrow(to + i, widen(from[i]));
+}
+
+// totals += products of M rows and some columns.
+template <int M, typename W>
+void add_products(const float* rows, long row_stride, const W* panel, long depth, Floats (&totals)[M][TILE_VECTORS]) {
+    Floats sums[M][TILE_VECTORS] = {};
+    if constexpr (M == 1) {
+        // A single row has too few sums to hide an addition's latency: it takes turns with a second set. Of its weights
+        // it wants more per instruction than others; asking ahead pays only while they have to be widened.
+        constexpr int ahead = std::is_same_v<W, float> ? 0 : AHEAD;
+        Floats others[1][TILE_VECTORS] = {};
+        long k = 0;
+        for (; k + 2 <= depth; k += 2) {
+            multiply_tile<1, ahead>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, 1, sums);
+            multiply_tile<1>(rows + k + 1, row_stride, panel + (k + 1) * TILE_COLUMNS, TILE_COLUMNS, 1, others);
+        }
+        multiply_tile<1>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, depth - k, sums);
+        for (int v = 0; v < TILE_VECTORS; ++v) sums[0][v] += others[0][v];
+    } else {
+        multiply_tile<M, AHEAD>(rows, row_stride, panel, TILE_COLUMNS, depth, sums);
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < TILE_VECTORS; ++v) totals[m][v] += sums[m][v];
 }
 
 // One tile of sums, begun with what is in `out` or with the bias. Only `columns` of its TILE_COLUMNS exist.
@@ -49,21 +73,9 @@ void tile(
             }
         }
     }
-    if constexpr (M == 1) {
-        // A single row has too few sums to hide an addition's latency: it takes turns with a second set. Of its weights
-        // it wants more per instruction than others; asking ahead pays only while they have to be widened.
-        constexpr int ahead = std::is_same_v<W, float> ? 0 : AHEAD;
-        Floats others[1][TILE_VECTORS] = {};
-        long k = 0;
-        for (; k + 2 <= depth; k += 2) {
-            multiply_tile<1, ahead>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, 1, sums);
-            multiply_tile<1>(rows + k + 1, row_stride, panel + (k + 1) * TILE_COLUMNS, TILE_COLUMNS, 1, others);
-        }
-        multiply_tile<1>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, depth - k, sums);
-        for (int v = 0; v < TILE_VECTORS; ++v) sums[0][v] += others[0][v];
-    } else {
-        multiply_tile<M, AHEAD>(rows, row_stride, panel, TILE_COLUMNS, depth, sums);
-    }
+    // A sum of many small ones is closer to the true one than a single long sum.
+    for (long first = 0; first < depth; first += SUM_DEPTH)
+        add_products<M>(rows + first, row_stride, panel + first * TILE_COLUMNS, std::min(SUM_DEPTH, depth - first), sums);
     for (int m = 0; m < M; ++m) {
         float* to = out + m * out_stride;
         if (columns == TILE_COLUMNS) {

@@ -37,10 +37,12 @@ def require_described(
     assert not len(best) or best.abs().max().item() <= tolerance, f"{where}: these are not the most likely tokens"
 
 
-def require_agreement(choice: Choice, expected: Generation, tolerance: float = TOLERANCE) -> None:
+def require_agreement(
+    choice: Choice, expected: Generation, tolerance: float = TOLERANCE, undecided: float = TOLERANCE
+) -> None:
     """Raise ``AssertionError`` unless a choice has the greedy tokens, and log-probabilities within ``tolerance``.
 
-    What comes after a token on which the reference itself is undecided is not compared.
+    What comes after a token on which the reference itself is undecided, its two best closer than that, is not compared.
     """
     length = len(expected.prompt)
     assert len(choice.tokens) == len(expected.tokens)
@@ -48,7 +50,7 @@ def require_agreement(choice: Choice, expected: Generation, tolerance: float = T
     for index, (token, wanted) in enumerate(zip(choice.tokens, expected.tokens, strict=True)):
         if token != wanted:
             best, second = expected.logits[index].topk(2).values.tolist()
-            assert best - second < TOLERANCE, (
+            assert best - second < undecided, (
                 f"token {index} after a prompt of {length} is {token}, the reference has {wanted}, "
                 f"which leads by {best - second:.2e}"
             )

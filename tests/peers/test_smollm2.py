@@ -45,6 +45,9 @@ is what ``test_float64`` shows: in float64 the two agree within 1e-11, before lo
 of them agree within 1e-4.
 """
 
+SHARING_UNDECIDED = 1e-3
+"""The reference's own float32 logits are further from float64 than this, so a lead that is smaller decides nothing."""
+
 FLOAT64_TOLERANCE = 1e-5
 """On logits of up to 44 that become float32 only at the very end: they differ by up to 1e-6. With the softmax of decode
 rows alone in float32 it would be 2e-5, with the normalisation 5e-4."""
@@ -98,11 +101,11 @@ def smollm2() -> SmolLM2:
 def require_equal_answers(client: EngineClient, smollm2: SmolLM2, sharing: str) -> list[int]:
     """Ask for all prompts at once; returns each one's payload bytes."""
     pending = [client.submit(prompt, max_tokens=TOKENS, logprobs=20) for prompt in smollm2.prompts]
-    tolerance = SHARING_TOLERANCE if SHARING[sharing] else TOLERANCE
+    allowed = (SHARING_TOLERANCE, SHARING_UNDECIDED) if SHARING[sharing] else (TOLERANCE, TOLERANCE)
     payloads = []
     for answer, prompt in zip([p.result(300.0) for p in pending], smollm2.prompts, strict=True):
         assert answer.prompt_info.cached_tokens == 0
-        require_agreement(answer.choices[0], smollm2.follow(sharing, prompt, answer.tokens), tolerance)
+        require_agreement(answer.choices[0], smollm2.follow(sharing, prompt, answer.tokens), *allowed)
         payloads.append(answer.prompt_info.transfer.payload_bytes)
     return payloads
 
