@@ -79,6 +79,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "drain_seconds": (1.5, 2.5),
     "front_ends": (2, 3),
     "revision": ("1", "2"),
+    "tool_call_parser": ("hermes", "mistral"),
     "transfer_timeout": (1.5, 2.5),
     "token_timeout": (1.5, 2.5),
     "step_timeout": (1.5, 2.5),
