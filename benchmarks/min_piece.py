@@ -4,8 +4,8 @@
 
 One prefill and one decode replica on this machine, one thread each, one client, no prefix cache. Every size is deployed
 once in every round, and a prompt of every length asked several times; figures are medians over all rounds, in
-milliseconds. A size of 0 sends every layer of every chunk by itself, the largest sends everything at the end. Prints a
-table and writes ``bench-results/min_piece.json``.
+milliseconds. A size of one byte sends every layer of every chunk by itself, the largest sends everything at the end.
+Prints a table and writes ``bench-results/min_piece.json``.
 """
 
 import argparse

@@ -76,7 +76,6 @@ class Figures:
     memory: int
     w3b_itl_p99: float | None = None
     w3_itl_p99: float | None = None
-    w3_injection_ttft_p99: float | None = None
 
 
 def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
@@ -153,15 +152,15 @@ def load(target: Target, requests: Sequence[LoadRequest], clients: int) -> LoadS
     return summary
 
 
-async def load_with_injection(target: Target, per_second: float, seed: int) -> tuple[Distribution, Distribution]:
-    """W3: gaps of the streams, and times to first token of what is injected until the last stream has ended."""
+async def load_with_injection(target: Target, per_second: float, seed: int) -> Distribution:
+    """W3: gaps of the streams, while prompts are injected until the last stream has ended."""
     streams = asyncio.create_task(run_load(target, prompts(4, 64, 256, seed), ClosedLoop(4)))
     # More than can arrive; those that are due after the streams' end are not waited for.
     injected = asyncio.create_task(run_load(target, prompts(60, 1500, 1, seed + 1), PoissonArrivals(per_second, seed)))
     records, duration = await streams
     summary = summarize(records, duration)
     injected.cancel()
-    return summary.itl_ms, summary.ttft_ms
+    return summary.itl_ms
 
 
 def measure(pid: int, start_s: float, *, round_number: int, injection: float | None) -> Figures:
@@ -176,7 +175,7 @@ def measure(pid: int, start_s: float, *, round_number: int, injection: float | N
     quiet = disturbed = None
     if injection is not None:
         quiet = load(target, prompts(4, 64, 256, 40 + round_number), 4).itl_ms.p99
-        disturbed = asyncio.run(load_with_injection(target, injection, 50 + round_number))[0].p99
+        disturbed = asyncio.run(load_with_injection(target, injection, 50 + round_number)).p99
     return Figures(
         start_s=start_s,
         w1_tokens_per_s=one.output_tokens / one.duration_s,
