@@ -1,6 +1,7 @@
 """Small operations of a decoder layer by the compiled kernels; see ``kernels.pointwise`` for what each is.
 
-Tensors of another dtype than the kernels know, or of more dimensions than heads of rows, go to the plain functions.
+Tensors of another dtype than the kernels know, or of two, or of more dimensions than heads of rows, go to the plain
+functions.
 """
 
 import torch
@@ -18,7 +19,8 @@ _GATE = (POINTER, INTEGER, INTEGER, INTEGER, POINTER)
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0) -> torch.Tensor:
     """Root-mean-square normalisation over the last dimension."""
-    if hidden.dtype not in TYPES or hidden.ndim not in (2, 3) or hidden.stride(-1) != 1:
+    is_alike = weight is None or (weight.dtype is hidden.dtype and weight.is_contiguous())
+    if hidden.dtype not in TYPES or hidden.ndim not in (2, 3) or hidden.stride(-1) != 1 or not is_alike:
         return plain.rms_norm(hidden, weight, epsilon, offset=offset)
     out = torch.empty(hidden.shape, dtype=hidden.dtype)
     heads, head_stride = (1, 0) if hidden.ndim == 2 else (hidden.shape[1], hidden.stride(1))
@@ -39,7 +41,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, 
 
 def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate halves in place."""
-    if heads.dtype not in TYPES or heads.stride(-1) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
+    are_alike = all(table.dtype is heads.dtype and table.is_contiguous() for table in (cos, sin))
+    if heads.dtype not in TYPES or heads.stride(-1) != 1 or not are_alike:
         plain.apply_rotary(heads, cos, sin)
         return
     function("apply_rotary", heads.dtype, *_ROTARY)(

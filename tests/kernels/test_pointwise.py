@@ -148,3 +148,10 @@ def test_gelu_and_multiply(kernels: Pointwise, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         kernels.gelu_and_multiply(gate_up), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
+
+
+def test_a_weight_of_another_type_is_not_read_as_if_it_were_of_the_rows() -> None:
+    hidden, weight = random(5, 48, dtype=torch.bfloat16), random(48, dtype=torch.float32, seed=1)
+    expected = plain.rms_norm(hidden.float(), weight, 1e-5)
+    out = native.rms_norm(hidden, weight, 1e-5)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-6, atol=2**-6)
