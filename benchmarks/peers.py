@@ -1,6 +1,6 @@
 """This server against others on the same machine, with the same load, in the same run.
 
-    python benchmarks/peers.py --model DIR --vllm VENV [--rounds 3] [--dtype bfloat16] [--systems NAME,...]
+    python -m benchmarks.peers --model DIR --vllm VENV [--rounds 3] [--dtype bfloat16] [--systems NAME,...]
 
 ``DIR`` is a checkpoint with safetensors that all can read; ``VENV`` a virtual environment with vLLM's build for CPUs,
 which this project does not install. The systems are started one after another, as often as there are rounds, so that
@@ -9,9 +9,11 @@ core; *disaggregated* is a prefill and a decode replica with one core each; *one
 core. The load generator runs beside them, as a client on the same machine does.
 
 W1 is one client, 128 tokens in and 128 out. W2 eight clients, 256 in, 128 out, 32 requests. W4 one client, 2,000 in,
-one out, three times. W3b four streams of 64 in and 256 out; W3 the same while prompts of 1,500 tokens arrive at
-``--injection`` per second. Memory is the sum of the proportional set sizes of a system's processes after W2. Prints a
-table and writes ``bench-results/peers.json``.
+one out, three times. W3b four clients, each with two requests of 64 in and 256 out; W3 the same while prompts of 1,500
+tokens with one output token arrive at even intervals, at 0.8 of what the first system of the first round, whose prefill
+has one core, completes one after another; every system gets the same rate, or that of ``--injection`` per second.
+Memory is the sum of the proportional set sizes of a system's processes after W2. Prints a table and writes
+``bench-results/peers.json``.
 """
 
 import argparse
@@ -34,16 +36,18 @@ import psutil
 
 from cluster.bench.load import (
     ClosedLoop,
-    Distribution,
     LoadRequest,
     LoadSummary,
-    PoissonArrivals,
+    RequestRecord,
     Target,
     run_load,
     summarize,
 )
 
 RESULTS = Path("bench-results/peers.json")
+STREAMS = 8
+INJECTED_TOKENS = 1500
+INJECTED_PART = 0.8
 PORT = 18_400
 START_SECONDS = 420.0
 KV_BYTES = 2 << 30
@@ -74,8 +78,10 @@ class Figures:
     w2_tokens_per_s: float
     w4_ttft: float
     memory: int
-    w3b_itl_p99: float | None = None
-    w3_itl_p99: float | None = None
+    w3b_itl_p99: float
+    w3_itl_p99: float
+    injected: int
+    injected_ttft: float
 
 
 def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
@@ -86,8 +92,8 @@ def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
         *("--port", str(PORT), "--no-prefix-caching", "--kv-cache-memory", str(KV_BYTES), "--max-model-len", "4096"),
     )
     found = [
-        System("crosskv colocated", (*own, "--mode", "colocated", "--threads", str(len(cores))), {}),
         System("crosskv disaggregated", (*own, "--mode", "disaggregated", "--threads", "1"), {}),
+        System("crosskv colocated", (*own, "--mode", "colocated", "--threads", str(len(cores))), {}),
     ]
     if vllm is not None:
         command = (
@@ -146,24 +152,39 @@ def prompts(count: int, tokens: int, output_tokens: int, seed: int) -> list[Load
 
 def load(target: Target, requests: Sequence[LoadRequest], clients: int) -> LoadSummary:
     """A closed loop; every request must succeed."""
-    summary = summarize(*asyncio.run(run_load(target, requests, ClosedLoop(clients))))
+    return succeeded(summarize(*asyncio.run(run_load(target, requests, ClosedLoop(clients)))))
+
+
+def succeeded(summary: LoadSummary) -> LoadSummary:
+    """Return what it gets, unless a request failed."""
     if summary.errors:
         raise SystemExit(f"{summary.errors} requests failed: {summary.error_messages}")
     return summary
 
 
-async def load_with_injection(target: Target, per_second: float, seed: int) -> Distribution:
-    """W3: gaps of the streams, while prompts are injected until the last stream has ended."""
-    streams = asyncio.create_task(run_load(target, prompts(4, 64, 256, seed), ClosedLoop(4)))
-    # More than can arrive; those that are due after the streams' end are not waited for.
-    injected = asyncio.create_task(run_load(target, prompts(60, 1500, 1, seed + 1), PoissonArrivals(per_second, seed)))
+async def load_with_injection(target: Target, per_second: float, seed: int) -> tuple[LoadSummary, LoadSummary]:
+    """W3: four streams, and the prompts that arrive at even intervals until the last stream has ended.
+
+    Every prompt that arrived is waited for, and must succeed.
+    """
+    injected: list[asyncio.Task[tuple[list[RequestRecord], float]]] = []
+    streams = asyncio.create_task(run_load(target, prompts(STREAMS, 64, 256, seed), ClosedLoop(4)))
+    while not streams.done():
+        prompt = prompts(1, INJECTED_TOKENS, 1, seed + 1 + len(injected))
+        injected.append(asyncio.create_task(run_load(target, prompt, ClosedLoop(1))))
+        await asyncio.wait([streams], timeout=1 / per_second)
+    answers = [record for records, _ in await asyncio.gather(*injected) for record in records]
     records, duration = await streams
-    summary = summarize(records, duration)
-    injected.cancel()
-    return summary.itl_ms
+    return succeeded(summarize(records, duration)), succeeded(summarize(answers, duration))
 
 
-def measure(pid: int, start_s: float, *, round_number: int, injection: float | None) -> Figures:
+def prefill_capacity(target: Target) -> float:
+    """Injected prompts that a system completes per second, one after another."""
+    summary = load(target, prompts(3, INJECTED_TOKENS, 1, 90), 1)
+    return 1e3 / (summary.ttft_ms.p50 or 0.0)
+
+
+def measure(pid: int, start_s: float, *, round_number: int, injection: float) -> Figures:
     """One round."""
     target = Target(f"http://127.0.0.1:{PORT}", "m", parameters={"ignore_eos": True})
     load(target, prompts(2, 64, 16, 0), 2)
@@ -172,10 +193,8 @@ def measure(pid: int, start_s: float, *, round_number: int, injection: float | N
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     memory = sum(process.memory_full_info().pss for process in tree)
     long = load(target, prompts(3, 2000, 1, 30 + round_number), 1)
-    quiet = disturbed = None
-    if injection is not None:
-        quiet = load(target, prompts(4, 64, 256, 40 + round_number), 4).itl_ms.p99
-        disturbed = asyncio.run(load_with_injection(target, injection, 50 + round_number)).p99
+    quiet = load(target, prompts(STREAMS, 64, 256, 40 + round_number), 4)
+    disturbed, injected = asyncio.run(load_with_injection(target, injection, 1000 * (1 + round_number)))
     return Figures(
         start_s=start_s,
         w1_tokens_per_s=one.output_tokens / one.duration_s,
@@ -183,15 +202,16 @@ def measure(pid: int, start_s: float, *, round_number: int, injection: float | N
         w2_tokens_per_s=eight.output_tokens_per_s,
         w4_ttft=long.ttft_ms.p50 or 0.0,
         memory=memory,
-        w3b_itl_p99=quiet,
-        w3_itl_p99=disturbed,
+        w3b_itl_p99=quiet.itl_ms.p99 or 0.0,
+        w3_itl_p99=disturbed.itl_ms.p99 or 0.0,
+        injected=injected.requests,
+        injected_ttft=injected.ttft_ms.p50 or 0.0,
     )
 
 
-def median(values: Sequence[Figures], name: str) -> float | None:
-    """Of one figure over the rounds, or None where it was not measured."""
-    found = [value for value in (asdict(figures)[name] for figures in values) if value is not None]
-    return statistics.median(found) if found else None
+def median(values: Sequence[Figures], name: str) -> float:
+    """Of one figure over the rounds."""
+    return float(statistics.median(asdict(figures)[name] for figures in values))
 
 
 def main() -> None:
@@ -201,18 +221,22 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--injection", type=float, help="prompts per second for W3; without it W3 is left out")
+    parser.add_argument("--injection", type=float, help="prompts per second for W3; measured if not given")
     parser.add_argument("--systems", help="names, with commas between; all by default")
     arguments = parser.parse_args()
     chosen = systems(arguments.model, arguments.vllm, arguments.dtype)
     if arguments.systems:
         chosen = [system for system in chosen if system.name in arguments.systems.split(",")]
     measured: dict[str, list[Figures]] = {system.name: [] for system in chosen}
+    injection: float | None = arguments.injection
     for number in range(arguments.rounds):
         for system in chosen:
             log = RESULTS.parent / "logs" / f"{system.name.replace(' ', '-')}-{number}.log"
             with running(system, log) as (pid, start_s):
-                figures = measure(pid, start_s, round_number=number, injection=arguments.injection)
+                if injection is None:
+                    injection = INJECTED_PART * prefill_capacity(Target(f"http://127.0.0.1:{PORT}", "m"))
+                    print(f"injection: {injection:.3f} prompts per second", flush=True)
+                figures = measure(pid, start_s, round_number=number, injection=injection)
             measured[system.name].append(figures)
             print(system.name, figures, flush=True)
     names = (
@@ -224,11 +248,13 @@ def main() -> None:
         "memory",
         "w3b_itl_p99",
         "w3_itl_p99",
+        "injected",
+        "injected_ttft",
     )
     print(f"{'':24}" + "".join(f"{name:>17}" for name in names))
     for name, rounds in measured.items():
         cells = (median(rounds, figure) for figure in names)
-        print(f"{name:24}" + "".join(f"{'-' if cell is None else f'{cell:,.1f}':>17}" for cell in cells))
+        print(f"{name:24}" + "".join(f"{cell:>17,.1f}" for cell in cells))
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(
         json.dumps({name: [asdict(figures) for figures in rounds] for name, rounds in measured.items()}, indent=2)
