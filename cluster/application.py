@@ -241,6 +241,8 @@ def _connect(config: ClusterConfig, threads: int) -> None:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     _node_ip_address=LOOPBACK,
+                    # By itself Ray gives workers way to everything else on the machine; these serve.
+                    _system_config={"worker_niceness": 0},
                 )
             return
         except Exception:

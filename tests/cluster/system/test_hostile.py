@@ -73,6 +73,10 @@ def everything() -> list[psutil.Process]:
     return [process for process in children if not "".join(process.cmdline()[:1]).startswith("ray::ServeReplica")]
 
 
+def test_replicas_do_not_give_way(serving: Serving) -> None:
+    assert {process.nice() for process in our_processes()} == {psutil.Process().nice()}
+
+
 def on_loopback(host: str) -> bool:
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
