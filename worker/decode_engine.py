@@ -6,10 +6,7 @@ fails only that request.
 """
 
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Iterable
-
-import torch
 
 from kv_transfer.rank_pair import replica_lower_bound, unshared_bytes
 from kv_transfer.transfer import PieceArrived, TransferEnded
@@ -27,30 +24,22 @@ from worker.events import (
 from worker.grammar.grammar import GrammarError
 from worker.grammar.grammars import CannotGoOn, GrammarReady, Grammars
 from worker.incoming_transfers import RankReceived
+from worker.logprobs import drawn_logprobs, take_prompt_logprobs
 from worker.model_runner import ModelRunner
+from worker.outbox import Outbox
 from worker.prefill_connector import PrefillConnector
 from worker.ranks.commands import ClearBlocks, CopyBlocks
 from worker.ranks.process_group import RankLost
 from worker.ranks.team import RankTeam
 from worker.request import Client, Request, RequestLimits, make_sequence, request_id_of
-from worker.sampler import TokenLogprobs, sample, token_logprobs
+from worker.sampler import sample
 from worker.sampling_params import InvalidRequest
-from worker.scheduler import NO_PREFILL, FinishReason, Sampled, Scheduler, StepPlan
+from worker.scheduler import NO_PREFILL, Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence, SequenceState
 from worker.transfers import Ended, Transfers
 from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
-
-LOAD_REPORT_SECONDS = 1.0
-BUSY_LOAD_REPORT_SECONDS = 0.1
-"""Front ends refuse requests by these reports while a queue is full."""
-
-_REASONS = {
-    FinishReason.MORE: wire.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: wire.FINISH_REASON_STOP,
-    FinishReason.LENGTH: wire.FINISH_REASON_LENGTH,
-}
 
 
 class DecodeEngine:
@@ -84,10 +73,7 @@ class DecodeEngine:
             eos_token_ids=runner.eos_token_ids,
         )
         self._requests: dict[RequestId, Request] = {}
-        self._clients: dict[str, Client] = {}
-        self._submits: Counter[str] = Counter()
-        self._outbox: defaultdict[str, list[wire.Output]] = defaultdict(list)
-        self._load_sent = 0.0
+        self._outbox = Outbox(self._requests, self.counters, self.load)
         self._drain: DrainStarted | None = None
 
     def handle(self, event: DecodeEvent, now: float) -> None:
@@ -107,13 +93,11 @@ class DecodeEngine:
             case Aborted():
                 self._abort([request_id_of(event.client, event.wire_id)], now)
             case ClientArrived():
-                self._clients[event.client.client_id] = event.client
-                event.client.send(wire.EngineMessage(load=self.load()))
+                self._outbox.arrived(event.client)
             case ClientGone():
                 gone = [name for name, request in self._requests.items() if request.client is event.client]
                 self._abort(gone, now)
-                self._clients.pop(event.client.client_id, None)
-                self._submits.pop(event.client.client_id, None)
+                self._outbox.gone(event.client)
             case StatusWanted():
                 event.reply(self.status())
             case CacheCleared():
@@ -121,7 +105,7 @@ class DecodeEngine:
                 event.reply()
             case DrainStarted():
                 self._drain = event
-                self._load_sent = 0.0
+                self._outbox.report_load()
 
     def step(self, now: float) -> bool:
         """Compute once; returns whether there was anything to compute."""
@@ -146,7 +130,7 @@ class DecodeEngine:
             except Exception:
                 log.exception("a step failed; its requests are given up")
                 self._fail_step(plan)
-        self._flush(now)
+        self._outbox.flush(now, self.idle)
         if plan.rows and self._scheduler.idle:
             self._cache.pool.check()
         if self._drain is not None and self.idle:
@@ -202,7 +186,7 @@ class DecodeEngine:
         """Give up everything."""
         for name in list(self._requests):
             self._fail(name, wire.ERROR_KIND_UNAVAILABLE, "the replica is shutting down")
-        self._flush(now)
+        self._outbox.flush(now, self.idle)
         if self._grammars is not None:
             self._grammars.close()
         if self._transfers is not None:
@@ -213,7 +197,7 @@ class DecodeEngine:
     def _submit(self, event: Submitted, now: float) -> None:
         client, submit = event.client, event.submit
         name = request_id_of(client, submit.request_id)
-        self._submits[client.client_id] += 1
+        self._outbox.submitted(client)
         try:
             if name in self._requests:
                 raise InvalidRequest(f"request_id {submit.request_id} is already in use")
@@ -279,9 +263,7 @@ class DecodeEngine:
         error = wire.Error(kind=kind, message=message)
         if kind == wire.ERROR_KIND_OVERLOADED:
             error.retry_after_ms = int(self._scheduler.pace.retry_after(len(self._scheduler.waiting)) * 1e3)
-        self._outbox[client.client_id].append(
-            wire.Output(request_id=wire_id, finish_reason=wire.FINISH_REASON_ERROR, error=error)
-        )
+        self._outbox.refuse(client, wire_id, error)
 
     # Grammars
 
@@ -299,7 +281,7 @@ class DecodeEngine:
                 self._fail_grammar(ended.sequence.request_id, ended.error)
             elif ended.state is not SequenceState.FINISHED:
                 self._scheduler.finish([ended])
-                self._end(ended, wire.FINISH_REASON_STOP)
+                self._outbox.end(ended, wire.FINISH_REASON_STOP)
 
     def _fail_grammar(self, name: RequestId, error: BaseException) -> None:
         if isinstance(error, GrammarError):
@@ -357,66 +339,18 @@ class DecodeEngine:
     def _compute(self, plan: StepPlan, now: float) -> None:
         logits = self._team.apply(plan.compute)
         if logits is not None:
-            self._take_prompt_logprobs(plan, logits)
+            take_prompt_logprobs(self._requests, plan, logits)
         tokens = sample(logits, plan.draws) if logits is not None else []
-        described = self._describe(plan, tokens, logits) if logits is not None else {}
+        described = drawn_logprobs(plan, tokens, logits) if logits is not None else {}
         self.counters.steps += 1
         committed = self._scheduler.commit(plan, tokens, now)
         if committed.copies:
             self._team.apply(CopyBlocks(committed.copies))
         for sampled in committed.sampled:
-            self._emit(sampled, described.get(sampled.draw))
+            self._outbox.token(sampled, described.get(sampled.draw))
             if self._grammars is not None and sampled.sequence.constraint is not None:
                 self._grammars.follow(sampled.sequence)
         self._finish_without_tokens(plan)
-
-    def _take_prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        row = 0
-        for scheduled in plan.rows:
-            sequence = scheduled.sequence
-            if sequence.wants_prompt_logprobs:
-                # The row of token i predicts token i + 1; the prompt's last row predicts no prompt token.
-                begin = max(scheduled.first, sequence.prefix_len)
-                end = min(scheduled.first + scheduled.rows, sequence.prompt_len - 1)
-                count, first_row = max(0, end - begin), row + begin - scheduled.first
-                described = token_logprobs(
-                    logits[first_row : first_row + count],
-                    sequence.tokens[begin + 1 : begin + 1 + count],
-                    sequence.sampling.prompt_logprobs or 0,
-                )
-                entries = self._requests[sequence.request_id].prompt_logprobs
-                # A prompt that was preempted halfway is computed from its start again.
-                del entries[begin - sequence.prefix_len :]
-                entries += described
-                if scheduled.first + scheduled.rows >= sequence.prompt_len:
-                    sequence.prompt_reported = True
-            row += scheduled.logit_rows
-
-    def _describe(self, plan: StepPlan, tokens: list[int], logits: torch.Tensor) -> dict[int, TokenLogprobs]:
-        """Log-probabilities of the draws that asked for them, by index of the draw."""
-        wanted = [index for index, draw in enumerate(plan.draws) if draw.sequence.sampling.logprobs is not None]
-        if not wanted:
-            return {}
-        rows = logits[[plan.draws[index].row for index in wanted]]
-        top = max(plan.draws[index].sequence.sampling.logprobs or 0 for index in wanted)
-        described = token_logprobs(rows, [tokens[index] for index in wanted], top)
-        return dict(zip(wanted, described, strict=True))
-
-    def _emit(self, sampled: Sampled, described: TokenLogprobs | None) -> None:
-        sequence = sampled.sequence
-        request = self._requests[sequence.request_id]
-        output = wire.Output(
-            request_id=request.wire_id,
-            choice=sequence.choice,
-            token_ids=[sampled.token],
-            finish_reason=_REASONS[sampled.reason],
-        )
-        if sampled.reason is FinishReason.STOP:
-            output.stop_token_id = sampled.token
-        if described is not None:
-            output.logprobs.append(_logprobs_message(described, sequence.sampling.logprobs or 0))
-        self.counters.generated_tokens += 1
-        self._send(request, sequence, output)
 
     def _finish_without_tokens(self, plan: StepPlan) -> None:
         """End requests that wanted only their prompt's log-probabilities."""
@@ -426,58 +360,8 @@ class DecodeEngine:
                 request = self._requests[sequence.request_id]
                 self._scheduler.finish([sequence])
                 for choice in range(request.open_choices):
-                    self._end(sequence, wire.FINISH_REASON_LENGTH, sequence.choice + choice)
-
-    def _end(self, sequence: Sequence, reason: wire.FinishReason, choice: int | None = None) -> None:
-        """Report the end of a choice, the sequence's own or another, that comes without a token."""
-        request = self._requests[sequence.request_id]
-        choice = sequence.choice if choice is None else choice
-        self._send(request, sequence, wire.Output(request_id=request.wire_id, choice=choice, finish_reason=reason))
-
-    def _send(self, request: Request, sequence: Sequence, output: wire.Output) -> None:
-        if not request.prompt_info_sent:
-            request.prompt_info_sent = True
-            self.counters.prompt_tokens += sequence.prompt_len - sequence.prefix_len
-            top = sequence.sampling.prompt_logprobs or 0
-            output.prompt_info.CopyFrom(
-                wire.PromptInfo(
-                    cached_tokens=max(0, min(sequence.cached_tokens, sequence.prompt_len) - sequence.prefix_len),
-                    prefill_cached_tokens=request.prefill_cached_tokens,
-                    prompt_logprobs=[_logprobs_message(entry, top) for entry in request.prompt_logprobs],
-                    transfer=request.transfer,
-                )
-            )
-        self._outbox[request.client.client_id].append(output)
-        if output.finish_reason != wire.FINISH_REASON_UNSPECIFIED:
-            request.open_choices -= 1
-            if request.open_choices == 0:
-                self.counters.requests_finished += 1
-                del self._requests[sequence.request_id]
+                    self._outbox.end(sequence, wire.FINISH_REASON_LENGTH, sequence.choice + choice)
 
     def _fail_step(self, plan: StepPlan) -> None:
         for name in dict.fromkeys(scheduled.sequence.request_id for scheduled in plan.rows):
             self._fail(name, wire.ERROR_KIND_INTERNAL, "the replica failed while it computed this request")
-
-    def _flush(self, now: float) -> None:
-        """Send what this step produced, one message per front end; everybody's load report when it is due."""
-        report = now - self._load_sent >= (LOAD_REPORT_SECONDS if self.idle else BUSY_LOAD_REPORT_SECONDS)
-        if not (self._outbox or report):
-            return
-        load = self.load()
-        for client_id, client in self._clients.items():
-            outputs = self._outbox.get(client_id, [])
-            if outputs or report:
-                client.send(wire.EngineMessage(outputs=outputs, load=load, submits=self._submits[client_id]))
-        self._outbox.clear()
-        if report:
-            self._load_sent = now
-
-
-def _logprobs_message(described: TokenLogprobs, top: int) -> wire.TokenLogprobs:
-    return wire.TokenLogprobs(
-        token_id=described.token,
-        logprob=described.logprob,
-        rank=described.rank,
-        top_token_ids=[token for token, _ in described.top[:top]],
-        top_logprobs=[logprob for _, logprob in described.top[:top]],
-    )

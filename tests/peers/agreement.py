@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.engine_process import Choice
+from tests.engine_client import Choice
 from tests.peers.reference import Generation
 from worker.wire.engine_pb2 import TokenLogprobs
 

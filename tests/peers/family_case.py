@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tests.engine_process import Answer, EngineClient
+from tests.engine_client import Answer, EngineClient
 from tests.tiny_checkpoints import VOCAB_SIZE
 from worker.config import EngineConfig, Role
 

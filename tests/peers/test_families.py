@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import colocated, disaggregated
 from tests.peers.family_case import PROMPT_LENGTHS, Case
+from tests.replicas import colocated, disaggregated
 from tests.tiny_families import FAMILIES
 
 

@@ -7,8 +7,8 @@ import torch
 
 from kv_transfer.transport import Transport
 from tests.conftest import EngineProcesses
-from tests.engine_process import disaggregated
 from tests.peers.test_families import PROMPT_LENGTHS, Case
+from tests.replicas import disaggregated
 from tests.tiny_families import FAMILIES
 
 

@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cluster.model_store import ModelFiles, resolve_model
 from kv_transfer.transport import Transport
 from tests.conftest import EVERY_PAIR, EngineProcesses
-from tests.engine_process import EngineClient, EngineProcess, RankProcesses, colocated, disaggregated
+from tests.engine_client import EngineClient
+from tests.engine_process import EngineProcess, RankProcesses
 from tests.model_harness import ModelHarness
 from tests.peers.agreement import TOLERANCE, require_agreement
 from tests.peers.reference import Generation, Reference, in_float64
+from tests.replicas import colocated, disaggregated
 from worker.config import EngineConfig, Role
 
 pytestmark = pytest.mark.timeout(900)

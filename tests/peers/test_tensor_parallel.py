@@ -13,8 +13,9 @@ import torch
 
 from kv_transfer.transport import Transport
 from tests.conftest import EVERY_PAIR
-from tests.engine_process import EngineProcess, RankProcesses, colocated, disaggregated
+from tests.engine_process import EngineProcess, RankProcesses
 from tests.peers.family_case import PROMPT_LENGTHS, Case
+from tests.replicas import colocated, disaggregated
 from tests.tiny_families import FAMILIES, of_transformers
 
 QWEN3 = of_transformers("Qwen3Config", "Qwen3ForCausalLM", num_hidden_layers=4, head_dim=24)

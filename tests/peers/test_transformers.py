@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import EngineClient, colocated, disaggregated
+from tests.engine_client import EngineClient
 from tests.peers.agreement import require_agreement
 from tests.peers.reference import Generation, Reference
+from tests.replicas import colocated, disaggregated
 from tests.tiny_checkpoints import VOCAB_SIZE, Architecture, write_tiny
 from worker.config import EngineConfig, Role
 

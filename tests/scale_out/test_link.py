@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kv_transfer.transport import Transport
-from tests.engine_process import EngineProcess, connected
+from tests.engine_process import EngineProcess
 from tests.peers.reference import Reference
+from tests.replicas import connected
 from tests.scale_out.hosts import Host, hosts
 from tests.tiny_checkpoints import write_tiny
 from tests.worker.tiny_llama import LAYERS, TinyLlama, random_prompt

@@ -4,7 +4,8 @@ import random
 import time
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import EngineProcess, Pair, disaggregated
+from tests.engine_process import EngineProcess
+from tests.replicas import Pair, disaggregated
 from tests.worker.tiny_llama import TinyLlama, random_prompt
 
 REQUESTS = 500

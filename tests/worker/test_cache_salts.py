@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.router import PREFIX_TOKENS, PrefixIndex, Target, choose
 from tests.conftest import EngineProcesses
-from tests.engine_process import Answer, colocated, disaggregated
+from tests.engine_client import Answer
+from tests.replicas import colocated, disaggregated
 from tests.worker.tiny_llama import BYTES_PER_TOKEN, TinyLlama, random_prompt
 
 LONG = 321

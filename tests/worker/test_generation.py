@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import Answer, EngineClient, Pair, colocated, disaggregated
+from tests.engine_client import Answer, EngineClient
 from tests.peers.agreement import require_described
+from tests.replicas import Pair, colocated, disaggregated
 from tests.worker.tiny_llama import BLOCK_TOKENS, BYTES_PER_TOKEN, TinyLlama, random_prompt
 from worker.config import EngineConfig
 from worker.wire import engine_pb2 as wire

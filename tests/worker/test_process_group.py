@@ -7,7 +7,8 @@ import pytest
 
 from kv_transfer.transport import Transport
 from tests.conftest import EngineProcesses
-from tests.engine_process import EngineProcess, connected, disaggregated
+from tests.engine_process import EngineProcess
+from tests.replicas import connected, disaggregated
 from tests.worker.tiny_llama import BYTES_PER_TOKEN, TinyLlama, random_prompt
 from worker.config import EngineConfig, Role
 from worker.wire import engine_pb2 as wire

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import EngineProcess, EngineProcessFailed, RankProcesses, connected
+from tests.engine_process import EngineProcess, EngineProcessFailed, RankProcesses
+from tests.replicas import connected
 from tests.worker.tiny_llama import TinyLlama, random_prompt
 from worker.config import EngineConfig, Role
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import EngineProcess, RequestFailed, colocated, connected, disaggregated
+from tests.engine_client import RequestFailed
+from tests.engine_process import EngineProcess
+from tests.replicas import colocated, connected, disaggregated
 from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.worker.tiny_llama import BYTES_PER_TOKEN, TinyLlama, random_prompt
 from worker.config import EngineConfig, Role

@@ -12,8 +12,9 @@ from kv_transfer import channel_options
 from kv_transfer.cluster_token import ClusterToken, metadata_of
 from kv_transfer.transport import Transport
 from tests.conftest import EngineProcesses
-from tests.engine_process import TOKEN, EngineProcess, RankProcesses, connected, disaggregated
+from tests.engine_process import TOKEN, EngineProcess, RankProcesses
 from tests.kv_transfer.connection import eventually
+from tests.replicas import connected, disaggregated
 from tests.strangers import listening_at
 from tests.tiny_checkpoints import write_tiny
 from worker.config import EngineConfig, Role

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.engine_process import Answer
+from tests.engine_client import Answer
 from tests.peers.agreement import require_agreement, require_logprobs
 from tests.peers.reference import Reference
 from tests.tiny_checkpoints import VOCAB_SIZE

@@ -17,7 +17,7 @@ from cluster.directory import directory_actor
 from cluster.ports import free_port
 from tests.cluster.system.conftest import Serving
 from tests.conftest import EVERY_PAIR
-from tests.engine_process import EngineClient
+from tests.engine_client import EngineClient
 from tests.peers.family_case import PROMPT_LENGTHS, Case
 from tests.peers.test_tensor_parallel import MODELS
 from worker.config import Role

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from tests.conftest import EngineProcesses
-from tests.engine_process import Answer, EngineClient, PendingAnswer, RequestFailed, colocated, disaggregated
+from tests.engine_client import Answer, EngineClient, PendingAnswer, RequestFailed
+from tests.replicas import colocated, disaggregated
 from tests.worker.grammar.conftest import Babbler
 from tests.worker.grammar.random_schemas import SchemaMaker
 from worker.wire import engine_pb2 as wire
