@@ -129,8 +129,8 @@ def naive_support(logits: FloatArray, top_k: int, top_p: float, min_p: float) ->
     kept: set[int] = set()
     mass = 0.0
     for token, probability in zip(order, probabilities, strict=True):
-        assume(abs(mass - top_p) > 1e-4)
-        assume(abs(probability - min_p * probabilities[0]) > 1e-4 or not kept)
+        assume(top_p == 1.0 or abs(mass - top_p) > 1e-4)
+        assume(not kept or not min_p or abs(probability / probabilities[0] - min_p) > 1e-4)
         if kept and (mass >= top_p < 1 or probability < min_p * probabilities[0]):
             break
         kept.add(token)
@@ -157,6 +157,34 @@ def test_filters_keep_what_they_should(
     left = {token: probability for token, probability in enumerate(softmax(scaled)) if token in support}
     likely = {token for token, probability in left.items() if probability / sum(left.values()) > 0.1}
     assert tokens >= likely  # each is missed with a probability of 1e-9
+
+
+@given(
+    seed=st.integers(0, 999),
+    steps=st.sampled_from([3, 40, 4000]),
+    spread=st.sampled_from([0.05, 1.0, 6.0]),
+    top_k=st.sampled_from([0, 1, 8, 255, 256, 257, 700]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.0, 0.2]),
+)
+@settings(max_examples=50, deadline=None)
+def test_filters_of_large_vocabularies_keep_what_they_should(
+    seed: int, steps: int, spread: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Many or few tokens are left, and many or few are equally likely: then those with lower ids are kept."""
+    logits = np.round(np.random.default_rng(seed).normal(size=1000) * spread * steps) / steps
+    logits = logits.astype(np.float32).astype(np.float64)
+    support = naive_support(logits, top_k, top_p, min_p)
+    draws = [draw(0, seed=number, top_k=top_k, top_p=top_p, min_p=min_p) for number in range(1000)]
+    tokens = sample(torch.tensor(logits, dtype=torch.float32)[None], draws)
+    assert support >= set(tokens)
+    # As often from among the likelier as from among the less likely ones, as they should be.
+    ordered = sorted(support, key=lambda token: -logits[token])
+    left = softmax(logits[ordered])
+    tenths = dict(zip(ordered, ((left.cumsum() - left) * 10).astype(int), strict=True))
+    expected = np.bincount([*tenths.values()], weights=left, minlength=10)
+    if (expected > 0).sum() > 1:
+        require_frequencies(np.bincount([tenths[token] for token in tokens], minlength=10), expected)
 
 
 @st.composite
