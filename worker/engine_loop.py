@@ -63,6 +63,7 @@ class EngineLoop(Generic[Event]):
     def stop(self, timeout: float = 10.0) -> None:
         """End after the current step, failing what is left."""
         self._stopping.set()
+        self._inbox.wake()
         self._thread.join(timeout)
 
     @property

@@ -39,3 +39,14 @@ def test_take_waits_for_the_first_event_only() -> None:
     begin = time.monotonic()
     assert inbox.take(30.0) == ["one", "two"]
     assert time.monotonic() - begin < 5.0
+
+
+def test_who_waits_can_be_woken_with_nothing() -> None:
+    inbox: Inbox[str] = Inbox()
+    threading.Timer(0.05, inbox.wake).start()
+    assert inbox.take(30.0) == []
+    inbox.wake()
+    inbox.put("event")
+    inbox.wake()
+    assert inbox.take(30.0) == ["event"]
+    assert inbox.take(0.0) == []
