@@ -15,7 +15,8 @@ import xgrammar
 from worker.grammar.grammar import GrammarError
 
 MAX_SECONDS = 1.0
-"""That following a sequence by what it got since the last time may take. Most grammars take some 10 µs a token."""
+"""Of computing, that following a sequence by what it got since the last time may take; most grammars take some 10 µs a
+token. Not of waiting: that a machine is busy is no grammar's fault."""
 
 Mask = npt.NDArray[np.int32]
 """One bit per token of the vocabulary, bit ``i % 32`` of word ``i // 32``, set where the token is allowed."""
@@ -57,7 +58,7 @@ class Constraint:
 
         Not on the engine's thread. Raises ``GrammarError``.
         """
-        began = time.monotonic()
+        began = time.thread_time()
         for token in tokens:
             if not self._matcher.accept_token(token):
                 raise GrammarError(f"token {token} does not follow the request's grammar")
@@ -69,7 +70,7 @@ class Constraint:
         complete = self._matcher.is_completed()
         if not more and not complete:
             raise GrammarError("the request's grammar cannot be followed any further with this model's tokens")
-        seconds = time.monotonic() - began
+        seconds = time.thread_time() - began
         if seconds > MAX_SECONDS:
             raise GrammarError(
                 f"the request's grammar is too much: following it by a token took {seconds:.1f} s, more than "
