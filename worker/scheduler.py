@@ -219,8 +219,9 @@ class Scheduler:
         # After a preemption nothing is admitted: the preempted sequence would only come back and push others out.
         while self.waiting and budget > 0 and self._has_seat() and self.preemptions == preempted_before:
             sequence = self.waiting.head
-            transfer = self._wants_transfer(sequence, credit)
-            if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence, transfer):
+            received = self._wants_received(sequence, credit)
+            transfer = received and not self._cache.lacks_nothing(sequence)
+            if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence, received):
                 self._head_is_stuck = True
                 break
             self.waiting.pop()
@@ -235,18 +236,21 @@ class Scheduler:
             else:
                 sequence.move_to(SequenceState.RUNNING)
                 self.running.append(sequence)
-                self.local_prefills += sequence.pending > 1
+                self.local_prefills += not received and sequence.pending > 1
             if not sequence.admitted:
                 sequence.admitted = True
                 newcomers += 1
                 self.waiting.charge(sequence.caller, sequence.pending)
-            if sequence.pending > sequence.awaits_constraint and not transfer:
-                budget -= self._schedule_rows(sequence, budget, rows)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
             sequence.queue_seconds = now - sequence.arrival
             if not sequence.generated:
                 sequence.cached_tokens = sequence.computed
+            if received and not transfer:
+                # A window of one token sees no other: a transfer of nothing is complete before it begins.
+                self._cache.received(sequence)
+            if sequence.pending > sequence.awaits_constraint and not transfer:
+                budget -= self._schedule_rows(sequence, budget, rows)
             admitted.append(sequence)
         self.pace.observe(newcomers, waiting=bool(self.waiting), now=now)
         to_clear = self._cache.take_to_clear()
@@ -293,9 +297,9 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return len(self.running) + len(self.receiving) < self._config.max_running_requests
 
-    def _admit(self, sequence: Sequence, transfer: bool) -> bool:
+    def _admit(self, sequence: Sequence, received: bool) -> bool:
         known = len(sequence.tokens)
-        if transfer:
+        if received:
             return self._cache.admit_received(sequence, tokens=known + 1)
         # A decode step needs the last token's logits, so that token is always computed; a prefill replica needs none.
         computes_last = self._config.role is not Role.PREFILL
@@ -307,7 +311,8 @@ class Scheduler:
             return 0
         return len(sequence.tokens) - (self._config.role is not Role.PREFILL)
 
-    def _wants_transfer(self, sequence: Sequence, credit: PrefillCredit) -> bool:
+    def _wants_received(self, sequence: Sequence, credit: PrefillCredit) -> bool:
+        """Whether a prompt's KV is not to be computed here, as far as it is lacking."""
         return (
             self._config.role is Role.DECODE
             and credit.reachable

@@ -403,6 +403,32 @@ def test_a_state_is_received_even_if_every_token_is_held() -> None:
     engine.settle()
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_transfer_of_nothing_is_complete_at_once(prefix_caching: bool) -> None:
+    """The last token of a window of one sees no other, and nobody is asked for what nobody sees."""
+    engine = hybrid(window(2, 1), role=Role.DECODE, num_blocks=16, prefix_caching=prefix_caching)
+    name = engine.ask([1] * 8, SamplingParams(max_tokens=3, ignore_eos=True))
+    plan = engine.step(PrefillCredit(reachable=True, streams=0))
+    assert not plan.transfers
+    assert [(row.first, row.rows) for row in plan.rows] == [(7, 1)]
+    assert plan.admitted[0].cached_tokens == 0
+    assert engine.scheduler.local_prefills == 0
+    engine.settle()
+    assert len(engine.requests[name].answers[0]) == 3
+
+
+def test_what_is_held_in_smaller_blocks_than_a_prefix_ends_in_is_not_asked_for_again() -> None:
+    engine = hybrid(full(2, width=2), window(2, 1), role=Role.DECODE, num_blocks=32)
+    assert [group.block_size for group in engine.plan.groups] == [2, 4]
+    engine.ask([1] * 7, SamplingParams(max_tokens=1))
+    engine.settle()
+    engine.ask([1] * 7, SamplingParams(max_tokens=1))
+    plan = engine.step(ANY_NUMBER)
+    assert not plan.transfers
+    assert [(row.first, row.rows) for row in plan.rows] == [(6, 1)]
+    engine.settle()
+
+
 def test_choices_go_on_from_one_state() -> None:
     engine = hybrid(full(2), window(2, 3), state(1), role=Role.COLOCATED, num_blocks=32)
     engine.ask([1] * 5, SamplingParams(max_tokens=6, ignore_eos=True), choices=3)

@@ -80,6 +80,10 @@ class GroupBlocks(ABC):
     def open_received(self, hashes: ListOf[BlockHash], prompt_len: int, tokens: int, lacking_from: int) -> Opening:
         """For a sequence whose slots from ``lacking_from`` to the last prompt token's are received."""
 
+    def lacks_nothing(self, hashes: ListOf[BlockHash], prompt_len: int) -> bool:
+        """Whether the last of several prompt tokens sees nothing of those before it that is not cached."""
+        return self.received_from(hashes, prompt_len) >= prompt_len - 1
+
     def make(self, opening: Opening) -> BlockTable:
         """Take what an opening needs."""
         self._pool.hold(opening.found)
@@ -267,6 +271,10 @@ class WindowBlocks(TokenBlocks):
         first = seen // self.block_size
         found = [] if self._sinks else self.run(hashes, first, prompt_len - 1)
         return max(seen, (first + len(found)) * self.block_size)
+
+    def lacks_nothing(self, hashes: ListOf[BlockHash], prompt_len: int) -> bool:
+        """See ``GroupBlocks``; sinks are always received."""
+        return not self._sinks and super().lacks_nothing(hashes, prompt_len)
 
     def open_received(self, hashes: ListOf[BlockHash], prompt_len: int, tokens: int, lacking_from: int) -> Opening:
         """The blocks of the sinks and of the last window only."""

@@ -84,6 +84,12 @@ class KVCacheManager:
         sequence.computed = min(whole, default=0)
         return True
 
+    def lacks_nothing(self, sequence: Sequence) -> bool:
+        """Whether there is nothing to receive: all that the last prompt token's step sees of others is cached."""
+        self._extend_hashes(sequence)
+        hashes = sequence.hashes if self._prefix_caching else []
+        return all(group.lacks_nothing(hashes, len(sequence.tokens)) for group in self._groups)
+
     def cached_prefix(self, sequence: Sequence, reusable: int) -> int:
         """Leading tokens that ``admit`` would find in the prefix cache now."""
         if not self._prefix_caching:
