@@ -86,6 +86,7 @@ class DecodeEngine:
                 self._take_ended(now)
             case RankReceived():
                 self._take_received(event, now)
+                self._take_ended(now)
             case Submitted():
                 self._submit(event, now)
             case GrammarReady():
@@ -293,9 +294,10 @@ class DecodeEngine:
     # Transfers
 
     def _take_ended(self, now: float) -> None:
-        """Of the leading rank's; others report theirs."""
-        for received in self._team.incoming.take_ended():
-            self._take_received(received, now)
+        """Of the leading rank's; others report theirs. One that fails elsewhere ends here by being closed."""
+        while ended := self._team.incoming.take_ended():
+            for received in ended:
+                self._take_received(received, now)
 
     def _take_received(self, event: RankReceived, now: float) -> None:
         """A rank is done with a transfer."""

@@ -80,7 +80,7 @@ class IncomingTransfers:
         self.stale_pieces = 0
 
     def take_ended(self) -> list[RankReceived]:
-        """How transfers have ended, since this was last asked, that were not closed before."""
+        """How transfers have ended here since this was last asked."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -131,9 +131,9 @@ class IncomingTransfers:
 
     def close(self, command: CloseIncoming) -> None:
         """Nothing is wanted any more; prefill ranks are told, and late pieces will be dropped."""
-        incoming = self._live.pop(command.epoch, None)
-        for source in incoming.sources.values() if incoming is not None else ():
-            source.transfer.cancel()
+        incoming = self._live.get(command.epoch)
+        if incoming is not None:
+            self._end(incoming, "it was closed")
 
     def _end(self, incoming: _Incoming, error: str = "", busy: bool = False) -> None:
         del self._live[incoming.command.epoch]

@@ -37,7 +37,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class _Link:
-    """A connected replica and what is going on with it."""
+    """A connected replica and what is going on with it. It has refused everything since ``busy_since``."""
 
     max_streams: int
     streams: int = 0
@@ -46,6 +46,20 @@ class _Link:
     usable_from: float = 0.0
     draining: bool = False
     busy_since: float | None = None
+
+    def refused(self, now: float) -> None:
+        """It had no stream to spare. Refusals that are far apart say nothing of what was in between."""
+        if self.busy_since is None or now - self.usable_from > BUSY_PATIENCE:
+            self.busy_since = now
+        if now - self.busy_since < BUSY_PATIENCE:
+            self.usable_from = now + BUSY_BACKOFF
+        else:
+            self.leave_alone(now)
+
+    def leave_alone(self, now: float) -> None:
+        """It is not asked for a while, which grows."""
+        self.backoff = min(LONGEST_BACKOFF, max(FIRST_BACKOFF, self.backoff * 2))
+        self.usable_from = now + self.backoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,24 +157,21 @@ class PrefillConnector:
         """Account for a transfer that ended.
 
         A peer that failed is left alone for a growing while; one that had no stream to spare, for a moment, unless it
-        has been so for ``BUSY_PATIENCE``: then it counts as failed, and prompts are computed elsewhere.
+        has been so for ``BUSY_PATIENCE``: then it is left alone like one that failed, and prompts are computed
+        elsewhere.
         """
         link = opened.link
         link.streams -= 1
         link.outstanding_tokens -= opened.tokens
-        if outcome is Outcome.BUSY:
-            link.busy_since = link.busy_since if link.busy_since is not None else now
-            if now - link.busy_since < BUSY_PATIENCE:
-                link.usable_from = now + BUSY_BACKOFF
-                return
-            outcome = Outcome.FAILED
         match outcome:
+            case Outcome.BUSY:
+                link.refused(now)
             case Outcome.FAILED:
-                link.backoff = min(LONGEST_BACKOFF, max(FIRST_BACKOFF, link.backoff * 2))
-                link.usable_from = now + link.backoff
-            case Outcome.COMPLETE:
-                link.backoff = 0.0
                 link.busy_since = None
+                link.leave_alone(now)
+            case Outcome.COMPLETE:
+                link.busy_since = None
+                link.backoff = 0.0
 
     def close(self) -> None:
         """Drop every connection."""

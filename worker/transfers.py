@@ -1,7 +1,7 @@
 """A decode engine's transfers as its leading rank sees them: which prefill replica each comes from, which ranks wait.
 
 One per decode engine, used on its thread only. A transfer begins when the scheduler has admitted a sequence for it, and
-ends complete on every rank, failed on the first, or cancelled with its request.
+ends complete on every rank, cancelled with its request, or failed: when some rank's has, and the others have let go.
 """
 
 import logging
@@ -35,6 +35,7 @@ class _Running:
     waiting: set[int]
     received_bytes: int = 0
     end: EndFrame | None = None
+    outcome: Outcome = Outcome.COMPLETE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,42 +112,51 @@ class Transfers:
             return None
         running.waiting.remove(event.rank)
         running.received_bytes += event.received_bytes
-        if event.end is None:
-            log.warning("transfer of %s failed on rank %d: %s", event.request_id, event.rank, event.error)
-            if running.sequence.deadline <= now + DEADLINE_GRACE:
-                # The stream had no longer than its request, which says nothing about the peer.
-                return self._end(running, Outcome.CANCELLED, now)
-            return self._end(running, Outcome.BUSY if event.busy else Outcome.FAILED, now)
         if event.rank == 0:
             running.end = event.end
-        return None if running.waiting else self._end(running, Outcome.COMPLETE, now)
+        if event.end is None and running.outcome is Outcome.COMPLETE:
+            log.warning("transfer of %s failed on rank %d: %s", event.request_id, event.rank, event.error)
+            outcome = Outcome.BUSY if event.busy else Outcome.FAILED
+            # A stream that had no longer than its request says nothing about the peer.
+            late = running.sequence.deadline <= now + DEADLINE_GRACE
+            self._give_up(running, Outcome.CANCELLED if late else outcome, now)
+        return None if running.waiting else self._end(running, now)
 
     def overdue(self, now: float) -> list[Ended]:
         """Transfers of which some rank should have said long ago that it is done: nothing waits for ever."""
         late = [running for running in self._running.values() if now > running.opened.deadline + LATENESS]
         for running in late:
             log.warning("a stream of %s neither went on nor ended", running.sequence.request_id)
-        return [self._end(running, Outcome.FAILED, now) for running in late]
+            if running.outcome is Outcome.COMPLETE:
+                self._give_up(running, Outcome.FAILED, now)
+        return [self._end(running, now) for running in late]
 
     def cancel(self, name: RequestId, now: float) -> None:
         """The request is gone; its prefill replicas are told, and late pieces will be dropped."""
         for running in [running for running in self._running.values() if running.sequence.request_id == name]:
-            self._end(running, Outcome.CANCELLED, now)
+            if running.outcome is Outcome.COMPLETE:
+                self._give_up(running, Outcome.CANCELLED, now)
+            del self._running[running.sequence.epoch]
 
-    def _end(self, running: _Running, outcome: Outcome, now: float) -> Ended:
-        sequence = running.sequence
-        del self._running[sequence.epoch]
-        if running.waiting or outcome is not Outcome.COMPLETE:
-            self._team.apply(CloseIncoming(sequence.epoch))
+    def _give_up(self, running: _Running, outcome: Outcome, now: float) -> None:
+        """Have all ranks let go of it; those that still receive say what they had got."""
+        running.outcome = outcome
+        self._team.apply(CloseIncoming(running.sequence.epoch))
         self._connector.closed(running.opened, outcome, now)
+
+    def _end(self, running: _Running, now: float) -> Ended:
+        sequence, complete = running.sequence, running.outcome is Outcome.COMPLETE
+        del self._running[sequence.epoch]
+        if complete:
+            self._connector.closed(running.opened, Outcome.COMPLETE, now)
         return Ended(
             sequence=sequence,
             incarnation=running.opened.incarnation,
             ranges=running.ranges,
             started=running.started,
             received_bytes=running.received_bytes,
-            end=running.end if outcome is Outcome.COMPLETE else None,
-            busy=outcome is Outcome.BUSY,
+            end=running.end if complete else None,
+            busy=running.outcome is Outcome.BUSY,
         )
 
     def close(self) -> None:

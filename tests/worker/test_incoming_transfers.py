@@ -194,13 +194,15 @@ def test_what_is_closed_is_cancelled_and_whatever_still_comes_is_dropped() -> No
     receiver = Receiver()
     for epoch in (1, 2):
         receiver.start(epoch, [epoch])
+    receiver.piece(1, Piece(0, 0, 1, 2, 4))
     receiver.transfers.close(CloseIncoming(3))
     receiver.transfers.close(CloseIncoming(1))
     assert [transfer.cancelled for transfer in receiver.peers.opened] == [True, False]
+    assert receiver.reports == [RankReceived(0, NAME, 1, 4 * 2, None, "it was closed")]
     for epoch in (1, 2):
         receiver.piece(epoch, Piece(0, 0, 2, 2, 8))
     assert receiver.end(1) is None
-    assert receiver.runner.written == [(Piece(0, 0, 2, 2, 8), ((2,),))]
+    assert receiver.runner.written[1:] == [(Piece(0, 0, 2, 2, 8), ((2,),))]
     assert receiver.transfers.stale_pieces == 1
     # Once more, and after its end.
     receiver.transfers.close(CloseIncoming(1))

@@ -219,6 +219,22 @@ def test_a_replica_that_stays_busy_counts_as_failed(cluster: Cluster) -> None:
     assert not cluster.connector.credit(BUSY_PATIENCE).reachable
 
 
+@pytest.mark.parametrize("since", [Outcome.FAILED, Outcome.COMPLETE, Outcome.CANCELLED])
+def test_a_replica_that_was_busy_long_ago_is_waited_for_again(cluster: Cluster, since: Outcome) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    cluster.connector.closed(cluster.opened(), Outcome.BUSY, 0.0)
+    cluster.connector.closed(cluster.opened(1.0), since, 1.0)
+    cluster.connector.closed(cluster.opened(100.0), Outcome.BUSY, 100.0)
+    assert cluster.connector.credit(100.0 + BUSY_BACKOFF) == PrefillCredit(True, STREAMS)
+
+
+def test_a_failure_ends_the_time_in_which_a_replica_was_busy(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1"))
+    for now, outcome in ((0.0, Outcome.BUSY), (BUSY_PATIENCE - 2.0, Outcome.FAILED), (BUSY_PATIENCE, Outcome.BUSY)):
+        cluster.connector.closed(cluster.opened(now), outcome, now)
+    assert cluster.connector.credit(BUSY_PATIENCE + BUSY_BACKOFF) == PrefillCredit(True, STREAMS)
+
+
 def test_replicas_come_and_go_with_the_directory(cluster: Cluster) -> None:
     replicas = cluster.start("p1", "p2")
     cluster.connector.update(replicas)

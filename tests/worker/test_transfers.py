@@ -193,22 +193,35 @@ def test_a_transfer_is_complete_when_every_rank_says_so(order: tuple[int, int, i
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_the_first_rank_that_fails_ends_it_on_all(busy: bool) -> None:
+def test_a_rank_that_fails_ends_it_on_all(busy: bool) -> None:
     leader = Leader(ranks=3)
     sequence = leader.start()
     assert leader.report(2, received=5) is None
-    ended = leader.report(1, received=7, error="broken", busy=busy)
-    assert ended == Ended(sequence, "prefill-1", LACKING, NOW, 12, None, busy)
+    assert leader.report(1, received=7, error="broken", busy=busy) is None
     assert leader.closings() == [1]
-    # Who has not heard of it yet may still report, and so may who has reported.
-    for rank in (0, 1, 2):
-        assert leader.report(rank) is None
+    # Its prefill replica is left alone from now on.
+    assert leader.streams() == 0
+    # Who has failed or is done has said all that it has to say.
+    for rank in (1, 2):
         assert leader.report(rank, error="closed") is None
+    # What the last one had got until it was closed will be sent again as well.
+    ended = leader.report(0, received=20, error="closed")
+    assert ended == Ended(sequence, "prefill-1", LACKING, NOW, 32, None, busy)
+    assert leader.report(0) is None
     assert leader.closings() == [1]
     leader.now += BUSY_BACKOFF if busy else FIRST_BACKOFF
     assert leader.transfers.credit(leader.now) == PrefillCredit(True, STREAMS)
     if not busy:
         assert not leader.transfers.credit(leader.now - 0.01).reachable
+
+
+def test_a_rank_that_completes_meanwhile_does_not_make_a_failed_transfer_good() -> None:
+    leader = Leader(ranks=2)
+    leader.start()
+    assert leader.report(1, error="broken") is None
+    ended = leader.report(0)
+    assert ended is not None
+    assert (ended.end, ended.received_bytes) == (None, 200)
 
 
 def test_the_last_of_all_that_fails_still_fails_it() -> None:
@@ -219,6 +232,15 @@ def test_the_last_of_all_that_fails_still_fails_it() -> None:
     assert ended is not None
     assert ended.end is None
     # The rank that is done has to let go as well.
+    assert leader.closings() == [1]
+
+
+def test_a_rank_that_does_not_let_go_is_not_waited_for_for_ever() -> None:
+    leader = Leader(ranks=2)
+    sequence = leader.start()
+    assert leader.report(1, error="broken") is None
+    (ended,) = leader.transfers.overdue(NOW + TIMEOUT + LATENESS + 0.1)
+    assert (ended.sequence, ended.end) == (sequence, None)
     assert leader.closings() == [1]
 
 
@@ -285,11 +307,11 @@ def test_a_replica_that_is_gone_when_the_ranks_ask_fails_at_once() -> None:
 
     leader.team.meanwhile = meanwhile
     sequence = leader.start()
-    (ended,) = reports
+    assert reports == [None]
+    assert [type(command) for command in leader.team.commands] == [OpenIncoming, CloseIncoming]
+    ended = leader.report(1, received=0, error="prefill-1 is gone")
     assert ended is not None
     assert (ended.sequence, ended.end) == (sequence, None)
-    assert [type(command) for command in leader.team.commands] == [OpenIncoming, CloseIncoming]
-    assert leader.report(1) is None
 
 
 # Anything in any order
@@ -308,15 +330,14 @@ class TransfersMachine(RuleBasedStateMachine):
         self.lives = {"prefill-1": 0, "prefill-2": 0}
         self.gone: dict[str, int] = {}
         self.epochs = 0
+        self.failed: dict[int, str] = {}
         self.closed: list[int] = []
         self.over: set[int] = set()
 
-    def _ends(self, epoch: int, *, complete: bool) -> None:
+    def _ends(self, epoch: int) -> None:
         del self.waiting[epoch], self.asked[epoch]
         assert epoch not in self.over
         self.over.add(epoch)
-        if not complete:
-            self.closed.append(epoch)
 
     @rule(request=st.sampled_from(["a", "b"]))
     def start(self, request: str) -> None:
@@ -344,16 +365,19 @@ class TransfersMachine(RuleBasedStateMachine):
             assert ended is None
             return
         waiting.remove(rank)
-        if outcome == "good" and waiting:
+        if outcome != "good" and epoch not in self.failed:
+            self.failed[epoch] = outcome
+            self.closed.append(epoch)
+        if waiting:
             assert ended is None
             return
         assert ended is not None
         assert ended.sequence.epoch == epoch
         assert ended.incarnation == self.asked[epoch][0]
-        assert ended.end == (end_frame(epoch, 0) if outcome == "good" else None)
-        assert ended.busy == (outcome == "busy")
-        assert ended.received_bytes == 100 * (self.ranks - len(waiting))
-        self._ends(epoch, complete=outcome == "good")
+        assert ended.end == (None if epoch in self.failed else end_frame(epoch, 0))
+        assert ended.busy == (self.failed.get(epoch) == "busy")
+        assert ended.received_bytes == 100 * self.ranks
+        self._ends(epoch)
 
     @rule(request=st.sampled_from(["a", "b"]))
     def cancel(self, request: str) -> None:
@@ -361,7 +385,9 @@ class TransfersMachine(RuleBasedStateMachine):
         self.leader.transfers.cancel(RequestId(request), self.leader.now)
         for command in mine:
             if command.epoch in self.waiting:
-                self._ends(command.epoch, complete=False)
+                if command.epoch not in self.failed:
+                    self.closed.append(command.epoch)
+                self._ends(command.epoch)
 
     @rule(seconds=st.sampled_from([0.01, 1.0, TIMEOUT, TIMEOUT + LATENESS + 1.0]))
     def time_passes(self, seconds: float) -> None:
@@ -369,7 +395,9 @@ class TransfersMachine(RuleBasedStateMachine):
         for ended in self.leader.transfers.overdue(self.leader.now):
             assert ended.end is None
             assert self.leader.now - ended.started > TIMEOUT + LATENESS
-            self._ends(ended.sequence.epoch, complete=False)
+            if ended.sequence.epoch not in self.failed:
+                self.closed.append(ended.sequence.epoch)
+            self._ends(ended.sequence.epoch)
 
     @rule(names=st.sets(st.sampled_from(["prefill-1", "prefill-2"])))
     def directory_says(self, names: set[str]) -> None:
@@ -384,7 +412,9 @@ class TransfersMachine(RuleBasedStateMachine):
     def every_stream_is_accounted_for(self) -> None:
         if not hasattr(self, "leader"):
             return
-        under_way = sum(self.lives.get(name) == life for name, life in self.asked.values())
+        under_way = sum(
+            self.lives.get(name) == life for epoch, (name, life) in self.asked.items() if epoch not in self.failed
+        )
         later = self.leader.now + LONGEST_BACKOFF
         assert self.leader.transfers.credit(later).streams == STREAMS * len(self.lives) - under_way
         assert sorted(self.leader.closings()) == sorted(self.closed), "closed once, unless it was complete"
