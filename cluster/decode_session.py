@@ -13,7 +13,7 @@ import grpc
 
 from cluster.engine_client import EngineUnavailable
 from kv_transfer.cluster_token import ClusterToken, metadata_of
-from worker.heartbeat import SILENCE_SECONDS, Silence
+from kv_transfer.heartbeat import SILENCE_SECONDS, Silence
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2_grpc
 from worker.wire.engine_pb2 import Abort, ClientMessage, EngineMessage, Load, Output, StatusReply, StatusRequest, Submit
@@ -146,6 +146,12 @@ class DecodeSession:
         for request_id in self._calls:
             self._sending.put_nowait(ClientMessage(abort=Abort(request_id=request_id)))
         self._cut_off(f"silent for {SILENCE_SECONDS} s")
+
+    def beat(self) -> None:
+        """Let the replica know that this process runs. To be called every ``BEAT_SECONDS``."""
+        # What is not taken yet says as much, and a replica that was stopped takes nothing.
+        if self._connected and not self.broken and self._sending.empty():
+            self._sending.put_nowait(ClientMessage())
 
     async def status(self) -> StatusReply:
         """The replica's own report; raises ``grpc.RpcError``."""

@@ -17,8 +17,8 @@ from cluster.engine_client import EngineOverloaded, EngineTimeout, EngineUnavail
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
 from cluster.transcript import Transcript
 from kv_transfer.cluster_token import ClusterToken, metadata_of
+from kv_transfer.heartbeat import BEAT_SECONDS, LOOK_SECONDS
 from worker.config import Role
-from worker.heartbeat import LOOK_SECONDS
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
@@ -78,8 +78,8 @@ class ReplicaSet:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to follow the directory and to listen for replicas that fall silent."""
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._listen())]
+        """Begin to follow the directory, to listen for replicas that fall silent, and not to be silent."""
+        self._tasks = [asyncio.create_task(each()) for each in (self._follow, self._listen, self._beat)]
 
     async def stop(self) -> None:
         """Close every session."""
@@ -210,6 +210,12 @@ class ReplicaSet:
             for session in self._sessions.values():
                 session.look(clock())
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _beat(self) -> None:
+        while True:
+            for session in self._sessions.values():
+                session.beat()
+            await asyncio.sleep(BEAT_SECONDS)
 
     def _update(self, records: Sequence[ReplicaRecord]) -> None:
         generating = {record.incarnation: record for record in records if record.role is not Role.PREFILL}

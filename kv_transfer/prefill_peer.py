@@ -140,7 +140,7 @@ class PrefillPeer:
         self._threads = ThreadPoolExecutor(reply.max_streams + _ENDING_STREAMS, thread_name_prefix="kv-in")
         self._receiver.connect()
         if (self.pair.sender, self.pair.receiver) == (0, 0):
-            self._pulse = Pulse(self.address, self._token, self._give_up)
+            self._pulse = Pulse(self.address, self._token, self._own_incarnation, self._give_up)
 
     def open(
         self,

@@ -28,6 +28,7 @@ from kv_transfer.outgoing_stream import OutgoingStream, StreamFailure
 from kv_transfer.piece_sender import PieceSender, StreamSender
 from kv_transfer.plan import check_request, lower_bound
 from kv_transfer.rank_pair import RankPair, check_ranks, pair_layout
+from kv_transfer.receivers import Receivers
 from kv_transfer.socket_bytes import SocketBytes
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
@@ -155,6 +156,7 @@ class PrefillServer:
         self._max_streams = max_streams
         self._max_prompt_tokens = max_prompt_tokens
         self._accept = accept
+        self._receivers = Receivers()
         self._sender = sender if sender is not None else StreamSender()
         threads = max_streams * GRANTED_PEERS + _SPARE_THREADS + self._sender.threads
         self._server = grpc.server(
@@ -178,17 +180,20 @@ class PrefillServer:
     def start(self) -> None:
         """Begin to serve."""
         self._server.start()
+        self._receivers.start()
 
     def stop(self, grace: float) -> None:
         """Refuse new calls, give the others ``grace`` seconds."""
         self._server.stop(grace).wait()
+        self._receivers.close()
 
     def hang_up(self) -> None:
         """End every call at once, without waiting for any."""
         self._server.stop(None)
 
     def _pulse(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        del message
+        if message:
+            self._receivers.heard(message[:MAX_NAME].decode(errors="replace"))
         # Beside a transfer these are next to nothing, beside an idle hour they are not.
         self.socket_bytes.leave_out(context.peer())
         return b""
@@ -233,7 +238,8 @@ class PrefillServer:
             return
         self._accept(event)
         try:
-            yield from self._sender.messages(request, stream, context)
+            with self._receivers.taking(request.decode_incarnation, stream):
+                yield from self._sender.messages(request, stream, context)
         except StreamFailure as failure:
             context.abort(failure.code, failure.message)
         finally:

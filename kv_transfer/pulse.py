@@ -24,10 +24,16 @@ ANSWER_BYTES = 1024
 
 
 class Pulse:
-    """``on_silence`` is called on this thread, again and again while the replica does not answer."""
+    """``on_silence`` is called on this thread, again and again while the replica does not answer.
 
-    def __init__(self, address: str, token: ClusterToken | None, on_silence: Callable[[], None]) -> None:
+    Asking is a sign of life of the decode replica ``incarnation``.
+    """
+
+    def __init__(
+        self, address: str, token: ClusterToken | None, incarnation: str, on_silence: Callable[[], None]
+    ) -> None:
         self.address = address
+        self._name = incarnation.encode()
         self.silent = False
         self._on_silence = on_silence
         self._closed = threading.Event()
@@ -43,7 +49,7 @@ class Pulse:
         misses = 0
         while not self._closed.wait(INTERVAL_SECONDS):
             try:
-                self._ask(b"", timeout=ANSWER_SECONDS)
+                self._ask(self._name, timeout=ANSWER_SECONDS)
             except grpc.RpcError:
                 misses += 1
             else:

@@ -6,6 +6,7 @@ thread never waits for it.
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,10 +15,12 @@ import grpc
 
 from kv_transfer.authentication import aio_token_checks
 from kv_transfer.cluster_token import ClusterToken
+from kv_transfer.heartbeat import BEAT_SECONDS, LOOK_SECONDS, SILENCE_SECONDS, Silence
 from worker.events import Aborted, CacheCleared, ClientArrived, ClientGone, StatusWanted, Submitted
-from worker.heartbeat import BEAT_SECONDS
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -26,7 +29,7 @@ SessionEvent = Submitted | Aborted | ClientArrived | ClientGone | StatusWanted |
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # A front end that was stopped: its requests are given up after so long. Without the last, gRPC waits for a minute.
+    # A connection that leads nowhere is dropped after so long. Without the last, gRPC waits for a minute.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 4_000),
     ("grpc.http2.ping_timeout_ms", 4_000),
@@ -43,7 +46,8 @@ class SessionClient:
         self._loop = loop
         self._messages: list[wire.EngineMessage] = []
         self._ready = asyncio.Event()
-        self._closed = False
+        self.closed = False
+        self._silence: Silence | None = None
         self.failure: str | None = None
 
     def send(self, message: wire.EngineMessage) -> None:
@@ -55,9 +59,20 @@ class SessionClient:
         if not self._messages:
             self._append(wire.EngineMessage())
 
+    def heard(self, *, beat: bool) -> None:
+        """The front end has spoken. Only one that also speaks when it has nothing to say is listened for."""
+        if self._silence is None and beat:
+            self._silence = Silence()
+        if self._silence is not None:
+            self._silence.heard()
+
+    def look(self, now: float) -> bool:
+        """Whether it has been silent for too long. To be asked every ``LOOK_SECONDS``, on the event loop."""
+        return self._silence is not None and self._silence.look(now)
+
     def close(self, failure: str | None = None) -> None:
         """No more messages; called on the event loop. With a ``failure``, that is how the session ends."""
-        self._closed = True
+        self.closed = True
         self.failure = self.failure or failure
         self._ready.set()
 
@@ -74,7 +89,7 @@ class SessionClient:
                     joined.ClearField("load")
                     joined.MergeFrom(message)
                 yield joined
-            if self._closed:
+            if self.closed:
                 return
 
     def _append(self, message: wire.EngineMessage) -> None:
@@ -102,6 +117,22 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
             for client in self._clients:
                 client.beat()
 
+    async def listen(self) -> None:
+        """Give up what front ends have asked for that do not speak any more. Never returns."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for client in [client for client in self._clients if client.look(clock())]:
+                log.warning("a front end was silent for %s s: its requests are aborted", SILENCE_SECONDS)
+                self._leave(client)
+                # If it goes on one day, it learns that it has to ask again.
+                client.close(f"silent for {SILENCE_SECONDS} s")
+
+    def _leave(self, client: SessionClient) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self._deliver(ClientGone(client))
+
     async def Session(  # noqa: N802 (the contract's name)
         self, request_iterator: AsyncIterator[wire.ClientMessage], context: _Context
     ) -> AsyncIterator[wire.EngineMessage]:
@@ -118,13 +149,16 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, client.failure)
         finally:
             reader.cancel()
-            self._clients.discard(client)
-            self._deliver(ClientGone(client))
+            self._leave(client)
 
     async def _read(self, requests: AsyncIterator[wire.ClientMessage], client: SessionClient) -> None:
         try:
             async for message in requests:
-                match message.WhichOneof("message"):
+                if client.closed:
+                    return
+                kind = message.WhichOneof("message")
+                client.heard(beat=kind is None)
+                match kind:
                     case "submit":
                         self._deliver(Submitted(client, message.submit))
                     case "abort":
@@ -165,7 +199,7 @@ class SessionServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True)
         self._server: grpc.aio.Server | None = None
         self._servicer = _Servicer(deliver)
-        self._beating: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
 
     def start(self) -> None:
@@ -188,10 +222,10 @@ class SessionServer:
         engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         self.port = self._server.add_insecure_port(self._address)
         await self._server.start()
-        self._beating = asyncio.create_task(self._servicer.beat())
+        self._tasks = [asyncio.create_task(self._servicer.beat()), asyncio.create_task(self._servicer.listen())]
 
     async def _stop(self, grace: float) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             await self._server.stop(grace)

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from worker.heartbeat import LOOK_SECONDS
+from kv_transfer.heartbeat import LOOK_SECONDS
 
 log = logging.getLogger(__name__)
 

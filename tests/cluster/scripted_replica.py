@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
+from kv_transfer.heartbeat import BEAT_SECONDS
 from tests.cluster.test_transcript import steps
 from worker.config import Role
-from worker.heartbeat import BEAT_SECONDS
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
@@ -64,11 +64,12 @@ class ScriptedReplica(engine_pb2_grpc.EngineServicer):
 
     async def _read(self, messages: AsyncIterator[wire.ClientMessage]) -> None:
         async for message in messages:
-            if message.HasField("abort"):
-                self.aborted.append(message.abort.request_id)
-                continue
-            self.submits.append(message.submit)
-            await self._answer(message.submit, steps(message.submit))
+            match message.WhichOneof("message"):
+                case "abort":
+                    self.aborted.append(message.abort.request_id)
+                case "submit":
+                    self.submits.append(message.submit)
+                    await self._answer(message.submit, steps(message.submit))
 
     async def _answer(self, submit: wire.Submit, outputs: Iterable[list[wire.Output]]) -> None:
         for number, step in enumerate(outputs):

@@ -1,15 +1,17 @@
 """A front end's view of its replicas: real sessions over gRPC, with replicas that say what the test has them say."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import pytest
 
+from cluster.decode_session import DecodeSession
 from cluster.engine_client import EngineOverloaded, EngineUnavailable
 from cluster.replica_set import ReplicaSet
 from worker.config import Role
-from worker.events import ClientArrived, Submitted
+from worker.events import ClientArrived, ClientGone, Submitted
 from worker.replica_record import ReplicaRecord
 from worker.request import Client
 from worker.session_server import SessionServer
@@ -30,6 +32,7 @@ class Replica:
         self.load = {"total_blocks": 100, "free_blocks": 100, "queue_limit": 4} | load
         self.clients: list[Client] = []
         self.submits: list[wire.Submit] = []
+        self.gone: list[Client] = []
         self.server = SessionServer(self._take, host="127.0.0.1")
         self.server.start()
         self.record = ReplicaRecord(Role.COLOCATED, name, f"127.0.0.1:{self.server.port}")
@@ -50,6 +53,8 @@ class Replica:
                 self.report()
             case Submitted(_, submit):
                 self.submits.append(submit)
+            case ClientGone(client):
+                self.gone.append(client)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -218,6 +223,38 @@ async def test_a_request_waits_for_a_replica_that_is_about_to_come() -> None:
             replica.server.stop(grace=0.0)
 
 
+async def test_what_a_silent_front_end_asked_for_is_given_up_before_its_connection_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = Replica("a")
+    async with replica_set(replica) as replicas, asked(replicas, "r") as (asking,):
+        # It beats, so it is listened for.
+        await until(lambda: len(replica.submits) == 1)
+        await until(lambda: any(client._silence is not None for client in replica.server._servicer._clients))
+        assert not replica.gone
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeSession, "beat", lambda self: None)
+            started = time.monotonic()
+            await until(lambda: bool(replica.gone))
+            assert time.monotonic() - started < 5.0
+        assert replica.gone == replica.clients[:1]
+        # As if it had been stopped and went on: it learns that it has to ask again.
+        await until(lambda: len(replica.submits) == 2)
+        replica.clients[-1].send(wire.EngineMessage(outputs=[_last_output(replica.submits[1])]))
+        await until(asking.task.done)
+        assert [list(output.token_ids) for output in asking.outputs] == [[7]]
+    assert replica.gone.count(replica.clients[0]) == 1
+
+
+async def test_an_older_front_end_that_never_beats_is_not_taken_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeSession, "beat", lambda self: None)
+    replica = Replica("a")
+    async with replica_set(replica) as replicas, asked(replicas, "r"):
+        await until(lambda: bool(replica.submits))
+        (client,) = replica.server._servicer._clients
+        assert not any(client.look(100.0 + 0.1 * look) for look in range(100))
+
+
 async def test_an_older_replica_that_reports_no_limit_is_asked() -> None:
     async with replica_set(Replica("a", queue_limit=0, waiting_requests=50)) as replicas:
         replicas.require_room("")
@@ -241,6 +278,10 @@ async def _nobody() -> AsyncIterator[ReplicaSet]:
         yield replicas
     finally:
         await replicas.stop()
+
+
+def _last_output(submit: wire.Submit) -> wire.Output:
+    return wire.Output(request_id=submit.request_id, token_ids=[7], finish_reason=wire.FINISH_REASON_LENGTH)
 
 
 def _has_room(replicas: ReplicaSet) -> bool:

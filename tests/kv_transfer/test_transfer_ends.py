@@ -61,6 +61,19 @@ def test_closing_the_peer_ends_its_transfers_on_both_sides(prefill: Prefill, dec
     assert eventually(lambda: job.stream.cancelled, seconds=1.0)
 
 
+def test_a_receiver_that_falls_silent_is_given_up_while_its_connection_stands(prefill: Prefill, decode: Decode) -> None:
+    decode.ask()
+    job = prefill.job()
+    # It asks for the pulse, so it is listened for.
+    assert eventually(lambda: any(one.silence is not None for one in prefill.server._receivers._receivers.values()))
+    assert decode.peer._pulse is not None
+    decode.peer._pulse.close()
+    assert eventually(lambda: job.stream.cancelled, seconds=5.0)
+    # It is told, should it go on one day.
+    ended = decode.ended(seconds=2.0)
+    assert (ended.end, ended.busy) == (None, False)
+
+
 def test_a_server_that_stops_ends_its_transfers(prefill: Prefill, decode: Decode) -> None:
     decode.ask()
     prefill.job()

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from kv_transfer.authentication import open_channel
 from kv_transfer.group_sender import GroupSender
 from kv_transfer.group_store import GroupStore
+from kv_transfer.heartbeat import BEAT_SECONDS
 from kv_transfer.pair_group import GroupSettings
 from kv_transfer.prefill_server import PrefillJob, PrefillServer, RankStream
 from kv_transfer.staging import StagingBudget
@@ -25,7 +26,6 @@ from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 from worker.dtype import choose_device
 from worker.heap import keep_freed_memory
-from worker.heartbeat import BEAT_SECONDS
 from worker.inbox import Inbox
 from worker.incoming_transfers import IncomingTransfers, RankReceived
 from worker.model_runner import ModelRunner

@@ -21,9 +21,9 @@ from kv_transfer.channel_options import server_options
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.frame import EndFrame
 from kv_transfer.group_store import answer
+from kv_transfer.heartbeat import SILENCE_SECONDS, Silence
 from kv_transfer.prefill_server import TransferName
 from kv_transfer.wire import kv_transfer_pb2 as kv_wire
-from worker.heartbeat import SILENCE_SECONDS, Silence
 from worker.incoming_transfers import RankReceived
 from worker.prefill_peers import PeerRefused
 from worker.ranks.command_wire import encode_command, parse_name

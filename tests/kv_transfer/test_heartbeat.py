@@ -1,4 +1,4 @@
-from worker.heartbeat import LOOK_SECONDS, SILENCE_SECONDS, Silence
+from kv_transfer.heartbeat import LOOK_SECONDS, SILENCE_SECONDS, Silence
 
 
 def looks(silence: Silence, start: float, seconds: float, every: float = LOOK_SECONDS) -> list[bool]:
