@@ -1,8 +1,8 @@
 """A torch.distributed process group of two: a prefill replica, rank 0, that sends, and a decode replica, rank 1.
 
-Made on both sides at once, which meet through a store; lives until either side discards it. It is outside of
-torch.distributed's own registry, so a process has as many as it has peers. Its sockets are not authenticated: whoever
-reaches their ports can disturb it, as with every process group.
+Made on both sides at once, which meet through a store and prove that they did; lives until either side discards it. It
+is outside of torch.distributed's own registry, so a process has as many as it has peers. Whoever reaches the ports of
+its sockets can disturb it, as with every process group, and who reads the network reads what is sent.
 
 After a send or receive that did not complete, or that timed out, a group is of no use any more: make another one. Gloo
 has no way to wake a thread that waits, and does not always notice a peer's death, so waiting is for threads that
@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import Store, Work
 
+from kv_transfer.group_proof import require_members
 from kv_transfer.socket_bytes import listening_ports
 
 RENDEZVOUS_SECONDS = 10.0
@@ -130,7 +131,9 @@ class PairGroup:
         self._store.wait([f"ports/{self._peer}"], timedelta(seconds=RENDEZVOUS_SECONDS))
         theirs = bytes(self._store.get(f"ports/{self._peer}")).decode()
         self.ports = frozenset(own | {int(port) for port in theirs.split(",") if port})
-        return gloo(self._store, rank, 2, options)
+        group = gloo(self._store, rank, 2, options)
+        require_members(group, self._store, rank, 2, RENDEZVOUS_SECONDS)
+        return group
 
     def _make_nccl(self, rank: int) -> Any:
         nccl: Any = torch.distributed.ProcessGroupNCCL

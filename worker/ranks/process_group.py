@@ -1,7 +1,8 @@
 """The ranks of a replica as a torch.distributed process group: NCCL on CUDA devices, Gloo without them.
 
-Made by every rank at once, which meet through a store; it is outside of torch.distributed's own registry, as the groups
-that carry KV are. A collective that fails or takes too long leaves it useless, and with it the replica.
+Made by every rank at once, which meet through a store and prove that they did; it is outside of torch.distributed's own
+registry, as the groups that carry KV are. A collective that fails or takes too long leaves it useless, and with it the
+replica.
 """
 
 import os
@@ -12,8 +13,12 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
 
+from kv_transfer.group_proof import require_members
+
 MEET_SECONDS = 300.0
 """Others may still wait for a machine, or import what they need."""
+PROOF_SECONDS = 30.0
+"""All have met by then."""
 COLLECTIVE_SECONDS = 60.0
 """Ranks compute the same step at the same time; one that is so far behind hangs."""
 
@@ -60,7 +65,9 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> Any:
     options._threads = 1
     options._timeout = timedelta(seconds=MEET_SECONDS)
     options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, size, options)
+    group = gloo(store, rank, size, options)
+    require_members(group, store, rank, size, PROOF_SECONDS)
+    return group
 
 
 def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
