@@ -6,7 +6,6 @@ loop in a thread of its own and never imports torch.
 
 import asyncio
 import logging
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from cluster.directory import DirectoryClient
 from cluster.farewell import Farewell
 from cluster.http_connection import ConnectionLimits
 from cluster.http_server import http_server
+from cluster.listener import BACKLOG, bind, turn_away
 from cluster.model_store import resolve_model
 from cluster.openai.api_keys import ApiKey, ApiKeys
 from cluster.openai.app import build_app
@@ -37,8 +37,6 @@ NOTICE_SECONDS = 1.0
 STOP_SECONDS = 3.0
 """For what follows draining."""
 READY_POLL_SECONDS = 0.05
-BACKLOG = 2048
-CLIENT_SECONDS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ class FrontEnd:
         self._api_keys = ApiKeys(config.api_keys, config.api_key_file)
         self._tls = None if config.tls is None else config.tls.server_context()
         self._token = token_here(config.token, config.cluster_token_file)
-        self._socket = _bind(config.host, config.port)
+        self._socket = bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
         self._listening = threading.Event()
@@ -99,6 +97,7 @@ class FrontEnd:
         if self._listening.is_set():
             self._farewell.said = True
             time.sleep(min(NOTICE_SECONDS, self._config.drain_seconds))
+            turn_away(self._socket)
         if self._server is not None:
             self._server.should_exit = True
         self._thread.join(self._config.drain_seconds + STOP_SECONDS)
@@ -142,17 +141,3 @@ def chat_template(config: TokenizerConfig) -> ChatTemplate | None:
     if config.chat_template is None:
         return None
     return ChatTemplate(config.chat_template, config.special_tokens)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket that several front ends on one machine may share."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    # Connections inherit these. A client that vanished, or takes nothing for so long, is given up.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_SECONDS * 1000)
-    listener.bind((host, port))
-    return listener
