@@ -14,6 +14,7 @@ from cluster.openai.api_keys import Caller
 from cluster.openai.authentication import caller_of
 from cluster.openai.errors import ApiError, from_validation, invalid
 from cluster.openai.event_stream import EventStream, as_api_error, while_connected
+from cluster.openai.json_bounds import require_few_containers
 from cluster.openai.limits import ApiLimits
 from cluster.openai.metrics import DISCONNECTED, FrontEndMetrics
 
@@ -29,7 +30,7 @@ Answer = bytes | AsyncGenerator[bytes, None]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body; refuse one that is too large as soon as that is known."""
+    """Return the request's body; refuse one that is too large, or too slow to parse, as soon as that is known."""
     body = bytearray()
     parts = request.stream()
     declared = request.headers.get("content-length", "")
@@ -43,7 +44,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             await _forget(parts, _FORGOTTEN_BODIES * max_bytes)
         # What is still on its way makes the connection useless for another request.
         raise ApiError(413, f"the request body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    return bytes(body)
+    complete = bytes(body)
+    await require_few_containers(complete)
+    return complete
 
 
 async def _forget(parts: AsyncGenerator[bytes, None], max_bytes: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.openai.limits import ApiLimits
-from cluster.openai.protocol import ChatCompletionBody, CompletionBody
+from cluster.openai.protocol import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.cluster.scripted_engine import ScriptedEngine, always
 
 pytestmark = pytest.mark.anyio
@@ -335,6 +335,23 @@ async def test_the_largest_body_is_taken(client) -> None:
     async with client(ScriptedEngine(always([5])), limits=ApiLimits(max_body_bytes=len(body))) as http:
         assert (await http.post(TEXT, content=body)).status_code == 200
         error_of(await http.post(TEXT, content=body + b" "), 413)
+
+
+async def test_a_million_tiny_objects_are_refused_before_they_are_parsed(
+    client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client(ScriptedEngine(always([5]))) as http:
+        body = b'{"prompt": "' + b"{[" * 30_000 + b'", "metadata": {}}'
+        assert "context" in error_of(await http.post(TEXT, content=body), 400)["message"], "a text may be of anything"
+
+        def fail(*_: object, **__: object) -> None:
+            raise AssertionError("it was parsed")
+
+        for kind in (CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody):
+            monkeypatch.setattr(kind, "model_validate_json", fail)
+        for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+            error = error_of(await http.post(path, content=b'{"x": [' + b"{}," * 1_000_000 + b"{}]}"), 400)
+            assert "50000 arrays and objects" in error["message"]
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
