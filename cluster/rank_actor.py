@@ -1,16 +1,24 @@
 """The Ray actor that carries a rank that follows: nothing but its process.
 
-Made by its deployment in the replica's placement group; it ends when its rank does, and then the replica does too.
+Made by its deployment in the replica's placement group; it ends when its rank does, and then the replica does too. On
+SIGTERM the whole replica finishes what it has first.
 """
 
 import logging
+import signal
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import ray
 
 from cluster.model_store import resolve_model
 from kv_transfer.cluster_token import token_here
 from worker.config import EngineConfig
+
+if TYPE_CHECKING:
+    from worker.ranks.follower import Follower
 
 
 class RankActor:
@@ -22,13 +30,29 @@ class RankActor:
         self._rank = rank
         self._incarnation = incarnation
         self._leader = leader
+        self._follower: Follower | None = None
+        on_sigterm(self._told_to_end)
 
     def run(self) -> None:
         """Load the model and follow until the leader ends. Raises what made that impossible."""
         # Imported here: supervisors need this class too, but not torch.
         from worker.ranks.follower import Follower  # noqa: PLC0415
 
-        Follower(self._config, self._rank, self._incarnation, self._leader).run()
+        self._follower = Follower(self._config, self._rank, self._incarnation, self._leader)
+        self._follower.run()
+
+    def _told_to_end(self) -> None:
+        if self._follower is None:
+            sys.exit("told to end before it followed")
+        self._follower.leave()
+
+
+def on_sigterm(told: Callable[[], None]) -> None:
+    """Call ``told``, in the main thread, when this actor's process gets SIGTERM. Called by the actor's constructor.
+
+    Ray makes actors in the main thread, and has looked out for signals by then: its handler ends the process at once.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: told())
 
 
 def on_this_machine(config: EngineConfig, model: str) -> EngineConfig:

@@ -1,11 +1,12 @@
 """The Ray actor that carries one engine: keeps the directory informed and tells the engine about its peers.
 
 Made by its deployment in the replica's placement group; it lives exactly as long as the engine. Of a replica of several
-ranks it carries the leading one.
+ranks it carries the leading one. It ends in an orderly way when its supervisor says so, or on SIGTERM.
 """
 
 import asyncio
 import logging
+import sys
 import time
 from dataclasses import replace
 from enum import Enum, auto
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
 from cluster.model_store import resolve_model
-from cluster.rank_actor import on_this_machine
+from cluster.rank_actor import on_sigterm, on_this_machine
 from cluster.router import PrefillRouter
 from cluster.text.vocabulary import vocabulary_of
 from worker.config import EngineConfig, Role
@@ -50,6 +51,9 @@ class ReplicaActor:
         self._followers: Followers | None = None
         self._running: Replica | None = None
         self._life = _Life.SERVING
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Task[None] | None = None
+        on_sigterm(self._told_to_end)
 
     async def lead(self) -> tuple[str, str]:
         """Get ready to lead other ranks: the replica's incarnation, and the address where they join it."""
@@ -72,6 +76,7 @@ class ReplicaActor:
             return Replica(self._config, PrefillRouter(), self._followers, vocabulary)
 
         self._running = await asyncio.to_thread(make)
+        self._loop = asyncio.get_running_loop()
 
     @property
     def _replica(self) -> "Replica":
@@ -87,6 +92,8 @@ class ReplicaActor:
         updating: asyncio.Task[None] | None = None
         while self._life is not _Life.ENDED:
             self._replica.require_health()
+            if self._followers is not None and self._followers.leaving:
+                self._begin_to_end()
             try:
                 live = await self._directory.report(self._record)
             except Exception:
@@ -113,6 +120,20 @@ class ReplicaActor:
 
     async def stop(self) -> None:
         """Take nothing new, finish what was taken, and end; what then is left can be continued elsewhere."""
+        await self._begin_to_end()
+
+    def _told_to_end(self) -> None:
+        if self._loop is None:
+            sys.exit("told to end before it served")
+        self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def _begin_to_end(self) -> asyncio.Task[None]:
+        """Once, whoever is the first to say so."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._finish())
+        return self._end
+
+    async def _finish(self) -> None:
         deadline = time.monotonic() + self._config.drain_seconds
         self._life = _Life.DRAINING
         try:

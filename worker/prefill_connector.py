@@ -4,6 +4,7 @@ Made with the engine. A discovery thread tells it which replicas exist; all rank
 any request needs them. The engine's thread asks for credit, chooses, and reports how transfers ended.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Mapping
@@ -83,6 +84,7 @@ class PrefillConnector:
         self._links: dict[str, _Link] = {}
         self._errors: dict[str, str] = {}
         self._refused: set[str] = set()
+        self._attempts = itertools.count(1)
 
     @property
     def peers(self) -> int:
@@ -115,7 +117,7 @@ class PrefillConnector:
         for incarnation in gone:
             self._team.forget(incarnation)
         for incarnation in new:
-            self._connect(ConnectPeer(incarnation, replicas[incarnation]))
+            self._connect(ConnectPeer(incarnation, replicas[incarnation], next(self._attempts)))
 
     def credit(self, now: float) -> PrefillCredit:
         """What the prefill side offers at this moment."""

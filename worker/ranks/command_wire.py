@@ -87,7 +87,8 @@ def _parse(command: wire.Command) -> Command:  # noqa: PLR0911 - one per kind
             closed = command.close_outgoing
             return CloseOutgoing(parse_name(closed.name), closed.code, closed.message)
         case "connect_peer":
-            return ConnectPeer(command.connect_peer.incarnation, tuple(command.connect_peer.addresses))
+            peer = command.connect_peer
+            return ConnectPeer(peer.incarnation, tuple(peer.addresses), peer.attempt)
         case "forget_peer":
             return ForgetPeer(command.forget_peer.incarnation)
         case "open_incoming":
@@ -146,8 +147,9 @@ def _message(command: Command) -> wire.Command:  # noqa: PLR0911 - one per kind
             return wire.Command(send_computed=message)
         case CloseOutgoing(name, code, text):
             return wire.Command(close_outgoing=wire.CloseOutgoing(name=name_message(name), code=code, message=text))
-        case ConnectPeer(incarnation, addresses):
-            return wire.Command(connect_peer=wire.ConnectPeer(incarnation=incarnation, addresses=addresses))
+        case ConnectPeer(incarnation, addresses, attempt):
+            peer = wire.ConnectPeer(incarnation=incarnation, addresses=addresses, attempt=attempt)
+            return wire.Command(connect_peer=peer)
         case ForgetPeer(incarnation):
             return wire.Command(forget_peer=wire.ForgetPeer(incarnation=incarnation))
         case OpenIncoming():

@@ -104,10 +104,14 @@ class CloseOutgoing:
 
 @dataclass(frozen=True, slots=True)
 class ConnectPeer:
-    """On a decode rank: a prefill replica is at these addresses, one per rank."""
+    """On a decode rank: a prefill replica is at these addresses, one per rank.
+
+    No two ``attempt``s are alike: an answer that comes late belongs to an earlier one.
+    """
 
     incarnation: str
     addresses: tuple[str, ...]
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

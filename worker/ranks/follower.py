@@ -141,6 +141,10 @@ class Follower:
         finally:
             self._stop()
 
+    def leave(self) -> None:
+        """Ask the leader to finish what the replica has and then to end. May be called on any thread."""
+        self._reports.put(wire.Report(leaving=wire.Leaving()).SerializeToString())
+
     def _turn(self) -> bool:
         for event in self._inbox.take(REPORT_SECONDS):
             match event:
@@ -193,7 +197,7 @@ class Follower:
         peers.close()
 
     def _connect(self, peers: PrefillPeers, command: ConnectPeer) -> None:
-        connected = wire.Connected(incarnation=command.incarnation)
+        connected = wire.Connected(incarnation=command.incarnation, attempt=command.attempt)
         try:
             connected.max_streams = peers.connect(command)
         except PeerRefused as refusal:

@@ -1,7 +1,8 @@
 """The ranks that follow, as the leading one sees them: a server that they join, a queue of commands to each.
 
 Made before the leading rank's model, because they meet through it; ended with the replica. Commands may be sent from
-any thread. A follower that is lost ends the replica: ``lost`` says so to whoever looks after its health.
+any thread. A follower that is lost ends the replica: ``lost`` says so to whoever looks after its health. One that was
+told to end asks for an orderly end of the replica: ``leaving``.
 """
 
 import queue
@@ -66,10 +67,12 @@ class Followers:
         self._ranks = ranks
         self._changed = threading.Condition()
         self._joined: dict[int, _Follower] = {}
-        self._connections: dict[str, dict[int, wire.Connected]] = {}
+        # By attempt: what each rank has answered.
+        self._connections: dict[int, dict[int, wire.Connected]] = {}
         self._received: Callable[[RankReceived], None] | None = None
         self._stopping = False
         self.lost: str | None = None
+        self.leaving = False
         self.store = HashStore()
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS_PER_RANK * ranks, thread_name_prefix="ranks"),
@@ -131,7 +134,7 @@ class Followers:
         """
         answers: dict[int, wire.Connected] = {}
         with self._changed:
-            self._connections[command.incarnation] = answers
+            self._connections[command.attempt] = answers
         self.send(command)
 
         def connected() -> int:
@@ -150,7 +153,7 @@ class Followers:
             yield connected
         finally:
             with self._changed:
-                del self._connections[command.incarnation]
+                del self._connections[command.attempt]
 
     def totals(self) -> Totals:
         """The last that each has reported, summed."""
@@ -225,14 +228,16 @@ class Followers:
         match report.WhichOneof("report"):
             case "connected":
                 with self._changed:
-                    if report.connected.incarnation in self._connections:
-                        self._connections[report.connected.incarnation][rank] = report.connected
+                    if report.connected.attempt in self._connections:
+                        self._connections[report.connected.attempt][rank] = report.connected
                     self._changed.notify_all()
             case "received":
                 assert self._received is not None
                 self._received(_parse_received(rank, report.received))
             case "totals":
                 self._joined[rank].totals = report.totals
+            case "leaving":
+                self.leaving = True
 
     def _store(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:

@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Report(_message.Message):
-    __slots__ = ("hello", "connected", "received", "totals")
+    __slots__ = ("hello", "connected", "received", "totals", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     connected: Connected
     received: Received
     totals: Totals
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., connected: _Optional[_Union[Connected, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+    leaving: Leaving
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., connected: _Optional[_Union[Connected, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("rank", "ranks", "num_blocks", "kv_address", "incarnation")
@@ -32,17 +34,23 @@ class Hello(_message.Message):
     incarnation: str
     def __init__(self, rank: _Optional[int] = ..., ranks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Connected(_message.Message):
-    __slots__ = ("incarnation", "max_streams", "error", "final")
+    __slots__ = ("incarnation", "max_streams", "error", "final", "attempt")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MAX_STREAMS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     max_streams: int
     error: str
     final: bool
-    def __init__(self, incarnation: _Optional[str] = ..., max_streams: _Optional[int] = ..., error: _Optional[str] = ..., final: _Optional[bool] = ...) -> None: ...
+    attempt: int
+    def __init__(self, incarnation: _Optional[str] = ..., max_streams: _Optional[int] = ..., error: _Optional[str] = ..., final: _Optional[bool] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Received(_message.Message):
     __slots__ = ("request_id", "epoch", "received_bytes", "error", "busy")
@@ -195,12 +203,14 @@ class CloseOutgoing(_message.Message):
     def __init__(self, name: _Optional[_Union[TransferName, _Mapping]] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ConnectPeer(_message.Message):
-    __slots__ = ("incarnation", "addresses")
+    __slots__ = ("incarnation", "addresses", "attempt")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class ForgetPeer(_message.Message):
     __slots__ = ("incarnation",)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import ray
@@ -15,6 +16,10 @@ from tests.cluster.system.test_serving import complete, prompts
 
 def live(statuses: list[dict], role: str) -> set[str]:
     return {status["replica_id"] for status in statuses if status["role"] == role}
+
+
+def working(statuses: list[dict], role: str) -> set[str]:
+    return {s["replica_id"] for s in statuses if s["role"] == role and s["load"]["running_requests"]}
 
 
 def replace(serving: Serving, role: str) -> None:
@@ -39,6 +44,25 @@ def test_prefill_engine_killed(serving: Serving) -> None:
 
 def test_decode_engine_killed(serving: Serving) -> None:
     replace(serving, "decode")
+
+
+def test_an_engine_that_is_told_to_end_finishes_what_it_has(serving: Serving) -> None:
+    """SIGTERM to its process, as an operator may send it: nobody has to go on elsewhere."""
+    question = prompts(1, 200, seed=23)[0]
+    long = {"max_tokens": 800}
+    expected = complete(serving, question, **long)["choices"][0]["text"]
+    before = live(serving.statuses(), "decode")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, serving, question, cache_salt="told", **long)
+        statuses = serving.wait_for(lambda s: working(s, "decode"), 30.0, "a running request")
+        (victim,) = working(statuses, "decode")
+        _, process = engine_process(victim)
+        os.kill(process, signal.SIGTERM)
+        told = answer.result()
+    assert told["choices"][0]["text"] == expected
+    assert told["usage"]["crosskv"]["resumptions"] == 0
+    after = serving.wait_for(lambda s: len(live(s, "decode") - {victim}) == 2, 240.0, "a new decode replica")
+    assert before - {victim} < live(after, "decode")
 
 
 def test_directory_lost(serving: Serving) -> None:

@@ -63,7 +63,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Command]] = {
     OpenOutgoing: st.builds(OpenOutgoing, NAMES, st.integers(0, MAX_RANKS), SMALL, RANGES, SECONDS),
     SendComputed: st.builds(SendComputed, NAMES, SMALL, TABLES, SUMMARIES),
     CloseOutgoing: st.builds(CloseOutgoing, NAMES, SMALL, TEXTS),
-    ConnectPeer: st.builds(ConnectPeer, TEXTS, several(TEXTS)),
+    ConnectPeer: st.builds(ConnectPeer, TEXTS, several(TEXTS), LARGE),
     ForgetPeer: st.builds(ForgetPeer, TEXTS),
     OpenIncoming: st.builds(OpenIncoming, TEXTS, LARGE, TEXTS, RANGES, TABLES, SECONDS),
     CloseIncoming: st.builds(CloseIncoming, LARGE),

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -23,7 +24,7 @@ from worker.ranks.process_group import RankLost
 from worker.wire import ranks_pb2 as wire
 
 RANKS = 3
-PEER = ConnectPeer("prefill-1", ("10.0.0.1:1", "10.0.0.2:1"))
+PEER = ConnectPeer("prefill-1", ("10.0.0.1:1", "10.0.0.2:1"), attempt=3)
 
 
 class Replica:
@@ -241,8 +242,8 @@ def test_a_rank_that_was_lost_cannot_come_back(replica: Replica) -> None:
 # Connecting to prefill replicas
 
 
-def answer(client: RawFollower, incarnation: str = "prefill-1", **fields: object) -> None:
-    connected = wire.Connected(incarnation=incarnation, **fields)  # type: ignore[arg-type]
+def answer(client: RawFollower, attempt: int = PEER.attempt, **fields: object) -> None:
+    connected = wire.Connected(incarnation="prefill-1", attempt=attempt, **fields)  # type: ignore[arg-type]
     client.report(wire.Report(connected=connected))
 
 
@@ -252,8 +253,8 @@ def test_the_fewest_streams_that_any_rank_was_granted_count(replica: Replica) ->
         assert first.command() == second.command() == PEER
         waiting = pool.submit(connected)
         answer(first, max_streams=5)
-        # Of another replica, which nobody has asked about.
-        answer(second, "prefill-9", max_streams=1)
+        # To an earlier attempt, which nobody waits for any more.
+        answer(second, PEER.attempt - 1, max_streams=1)
         assert not waiting.done()
         answer(second, max_streams=3)
         assert waiting.result(SECONDS) == 3
@@ -261,11 +262,11 @@ def test_the_fewest_streams_that_any_rank_was_granted_count(replica: Replica) ->
 
 def test_replicas_that_are_connected_at_the_same_time_are_told_apart(replica: Replica) -> None:
     joined = replica.join_all()
-    one, other = (ConnectPeer(name, ("10.0.0.1:1",)) for name in ("prefill-1", "prefill-2"))
+    one, other = (ConnectPeer(f"prefill-{attempt}", ("10.0.0.1:1",), attempt) for attempt in (1, 2))
     with replica.followers.connecting(one) as first, replica.followers.connecting(other) as second:
         for client in joined:
-            answer(client, "prefill-2", max_streams=7)
-            answer(client, "prefill-1", max_streams=4)
+            answer(client, 2, max_streams=7)
+            answer(client, 1, max_streams=4)
         assert first() == 4
         assert second() == 7
 
@@ -280,9 +281,11 @@ def test_a_refusal_names_the_rank_and_says_why(replica: Replica, final: bool) ->
             connected()
     assert refusal.value.final is final
     # It can be tried again, and what was said before counts no more.
-    with replica.followers.connecting(PEER) as connected:
+    again = replace(PEER, attempt=PEER.attempt + 1)
+    with replica.followers.connecting(again) as connected:
+        answer(first, max_streams=9)
         for client in (first, second):
-            answer(client, max_streams=2)
+            answer(client, again.attempt, max_streams=2)
         assert connected() == 2
 
 
@@ -321,6 +324,14 @@ def test_how_transfers_ended_is_told_with_the_rank(replica: Replica) -> None:
     bad = wire.Received(request_id="b", epoch=4, received_bytes=10, error="no stream to spare", busy=True)
     second.report(wire.Report(received=bad))
     assert replica.received.get(timeout=SECONDS) == RankReceived(2, "b", 4, 10, None, "no stream to spare", True)
+
+
+def test_a_rank_that_was_told_to_end_says_so_and_is_not_lost(replica: Replica) -> None:
+    first, _ = replica.join_all()
+    assert not replica.followers.leaving
+    first.report(wire.Report(leaving=wire.Leaving()))
+    assert eventually(lambda: replica.followers.leaving)
+    assert replica.followers.lost is None
 
 
 def test_totals_are_the_sum_of_what_each_rank_said_last(replica: Replica) -> None:
