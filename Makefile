@@ -45,8 +45,10 @@ test: lint check-proto
 	$(PY) -m pytest -m replicas $(ELSEWHERE)
 	$(PY) -m pytest -m "not replicas" -n $(TEST_WORKERS) --dist loadgroup $(ELSEWHERE)
 
-# Prints a table and writes it to bench-results/faults.md. About an hour on two cores.
+# Prints a table and writes it to bench-results/faults.md. About an hour on two cores. pytest tests/faults -k some_cells
+# adds to the table that is there.
 test-faults: $(DEV)
+	rm -f bench-results/faults.md
 	CROSSKV_EVERY_FAULT=1 $(PY) -m pytest tests/faults
 
 # A Ray cluster of its own, applications and jobs that come to it. Minutes, on a machine with nothing else to do.

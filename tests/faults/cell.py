@@ -90,24 +90,32 @@ SOME_CELLS = [
 
 
 class Outcomes:
-    """What has come of the faults so far: a table, in Markdown, which is also written to ``RESULTS``."""
+    """What has come of the faults so far: a table, in Markdown, which is also written to ``RESULTS``.
+
+    It begins with what is there, so that several runs can make one table; who is run again gets another row.
+    """
 
     def __init__(self) -> None:
-        self._lines = [
-            "| fault | state | transport | outcome | noticed after | longest wait | requests lost |",
-            "| --- | --- | --- | --- | ---: | ---: | ---: |",
-        ]
+        written = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+        self._rows = {head: line for cell in EVERY_CELL for line in written if line.startswith(head := _head(cell))}
 
     def add(self, outcome: Outcome) -> None:
-        cell = outcome.cell
         noticed = "–" if outcome.noticed is None else f"{outcome.noticed:.2f} s"
         wait = "–" if outcome.wait is None else f"{outcome.wait:.2f} s"
-        self._lines.append(
-            f"| {cell.number.name} {cell.target} | {cell.state} | {cell.transport} | {outcome.result} | {noticed} "
-            f"| {wait} | {outcome.lost} |"
-        )
+        head = _head(outcome.cell)
+        self._rows[head] = f"{head} {outcome.result} | {noticed} | {wait} | {outcome.lost} |"
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(str(self))
 
     def __str__(self) -> str:
-        return "\n".join(self._lines) + "\n"
+        table = [
+            "| fault | state | transport | outcome | noticed after | longest wait | requests lost |",
+            "| --- | --- | --- | --- | ---: | ---: | ---: |",
+        ]
+        table += [self._rows[head] for cell in EVERY_CELL if (head := _head(cell)) in self._rows]
+        return "\n".join(table) + "\n"
+
+
+def _head(cell: Cell) -> str:
+    """How its row begins."""
+    return f"| {cell.number.name} {cell.target} | {cell.state} | {cell.transport} |"
