@@ -17,7 +17,7 @@ from cluster.engine_client import EngineOverloaded, EngineTimeout, EngineUnavail
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
 from cluster.transcript import Transcript
 from kv_transfer.cluster_token import ClusterToken, metadata_of
-from kv_transfer.heartbeat import BEAT_SECONDS, LOOK_SECONDS
+from kv_transfer.heartbeat import BEAT_SECONDS, LOOK_SECONDS, SILENCE_SECONDS
 from worker.config import Role
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
@@ -35,6 +35,10 @@ MAX_PLACEMENTS = 10
 """How many replicas one request is given to, one after the other, as they go away."""
 MAX_DEATHS = 2
 """How many of them may die with it. It might be what kills them."""
+ASLEEP_SECONDS = SILENCE_SECONDS - 2 * BEAT_SECONDS
+"""A front end that has not run for so long may be taken for one that was stopped."""
+WAKING_SECONDS = 5.0
+"""After that it may still lose sessions for having been silent."""
 LATENESS_SECONDS = 2.0
 """Replicas keep deadlines by themselves; this is how much later it is done for one that does not."""
 
@@ -76,6 +80,7 @@ class ReplicaSet:
         self._prefill: dict[str, ReplicaRecord] = {}
         self._index = PrefixIndex()
         self._tasks: list[asyncio.Task[None]] = []
+        self._woken = -math.inf
 
     def start(self) -> None:
         """Begin to follow the directory, to listen for replicas that fall silent, and not to be silent."""
@@ -100,8 +105,8 @@ class ReplicaSet:
         deadline = asyncio.get_running_loop().time() + (submit.timeout_ms / 1e3 or self._request_timeout)
         avoided: set[str] = set()
         deaths = 0
-        for _ in range(MAX_PLACEMENTS):
-            session = await self._place(transcript, avoided, deadline)
+        for placement in range(MAX_PLACEMENTS):
+            session = await self._place(transcript, avoided, deadline, again=placement > 0)
             name = session.record.incarnation
             try:
                 async with aclosing(self._run(session, transcript, deadline)) as messages:
@@ -109,9 +114,11 @@ class ReplicaSet:
                         yield outputs
                 return
             except ReplicaLost as lost:
+                log.warning("%s has lost %s: %s", submit.request_id, name, lost)
+                if self._has_just_woken():
+                    continue
                 avoided.add(name)
                 deaths += 1
-                log.warning("%s has lost %s: %s", submit.request_id, name, lost)
                 if deaths == MAX_DEATHS:
                     raise PoisonRequest(
                         f"{deaths} replicas died while they had this request; it is not given to another one"
@@ -178,18 +185,20 @@ class ReplicaSet:
         names = self._listed - avoided
         return {name: session for name, session in self._sessions.items() if session.accepting and name in names}
 
-    async def _place(self, transcript: Transcript, avoided: AbstractSet[str], deadline: float) -> DecodeSession:
-        """The replica to ask. If there is none, one may be about to come; for a request that has lost one it may take
-        longer. Raises ``EngineUnavailable``, and for a request that has had none ``EngineOverloaded``.
+    async def _place(
+        self, transcript: Transcript, avoided: AbstractSet[str], deadline: float, *, again: bool
+    ) -> DecodeSession:
+        """The replica to ask. If there is none, one may be about to come; for a request that is placed ``again`` it may
+        take longer. Raises ``EngineUnavailable``, and for a request that has had none ``EngineOverloaded``.
         """
         clock = asyncio.get_running_loop().time
-        until = min(deadline, clock() + (LOSS_PATIENCE_SECONDS if avoided else self._patience))
+        until = min(deadline, clock() + (LOSS_PATIENCE_SECONDS if again else self._patience))
         while not (usable := self._usable(avoided)):
             if clock() >= until:
                 raise EngineUnavailable("no decode replica is there")
             await asyncio.sleep(PLACE_POLL_SECONDS)
         submit = transcript.submit
-        if not avoided:
+        if not again:
             self.require_room(submit.caller)
         roomy = {name: session for name, session in usable.items() if not session.full_for(submit.caller)} or usable
         targets = [_target(name, session, len(submit.token_ids)) for name, session in roomy.items()]
@@ -206,10 +215,20 @@ class ReplicaSet:
 
     async def _listen(self) -> None:
         clock = asyncio.get_running_loop().time
+        looked = clock()
         while True:
+            now = clock()
+            if now - looked > ASLEEP_SECONDS:
+                log.warning("this front end did not run for %.1f s; replicas may have given it up", now - looked)
+                self._woken = now
+            looked = now
             for session in self._sessions.values():
-                session.look(clock())
+                session.look(now)
             await asyncio.sleep(LOOK_SECONDS)
+
+    def _has_just_woken(self) -> bool:
+        """Whether a session that ends has ended because of this front end: its replica is alive, and may be asked."""
+        return asyncio.get_running_loop().time() - self._woken < WAKING_SECONDS
 
     async def _beat(self) -> None:
         while True:
