@@ -1,29 +1,27 @@
 """Processes that replicas run in.
 
-An ``EngineProcess`` is started once (importing torch takes seconds) and can carry one replica after another, or one
-rank of it; a test that kills one starts its own. ``RankProcesses`` are the processes of a replica of several ranks.
-KV memory is filled with a large finite sentinel, so that a slot that is read before it was written shows in the tokens.
+An ``EngineProcess`` can carry one replica after another, or one rank of it; a test that kills one starts its own.
+They are forked from a server that has imported torch, which takes seconds. ``RankProcesses`` are the processes of a
+replica of several ranks. KV memory is filled with a large finite sentinel, so that a slot that is read before it was
+written shows in the tokens.
 """
 
+import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import psutil
 
 from kv_transfer.cluster_token import ClusterToken
 from worker.config import EngineConfig
 from worker.replica_record import ReplicaRecord
-
-if TYPE_CHECKING:
-    from worker.prefill_selector import PrefillCandidate
 
 TOKEN = ClusterToken("the-token-of-every-test")
 
@@ -33,133 +31,49 @@ SENTINEL_BYTE = 0x4B
 _ROOT = Path(__file__).resolve().parents[1]
 _CALL_SECONDS = 120.0
 
+_FORKED = multiprocessing.get_context("forkserver")
+# A configuration of transformers' imports what all of them need.
+_FORKED.set_forkserver_preload(["tests.engine_host", "transformers.models.llama.configuration_llama"])
+
 
 class EngineProcessFailed(Exception):
     """A process did not do what it was told; the message holds its traceback or the end of its log."""
 
 
-class LeastOutstanding:
-    """A prefill selector: the replica with the least to do, then by name."""
+def _forked(connection: Connection, log: Path) -> None:
+    """What a forked process does."""
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    # Who asks need not import torch.
+    from tests.engine_host import serve  # noqa: PLC0415
 
-    def choose(self, candidates: "Sequence[PrefillCandidate]", token_ids: Sequence[int], salt: str) -> str:
-        del token_ids, salt
-        return min(candidates, key=lambda candidate: (candidate.outstanding_tokens, candidate.incarnation)).incarnation
-
-
-class _Host:
-    """What runs inside the process: at most one replica at a time, or one rank that follows another process."""
-
-    def __init__(self) -> None:
-        # The parent need not import torch.
-        from cluster.model_store import resolve_model  # noqa: PLC0415
-        from cluster.text.vocabulary import vocabulary_of  # noqa: PLC0415
-        from worker.ranks.follower import Follower  # noqa: PLC0415
-        from worker.ranks.followers import Followers  # noqa: PLC0415
-        from worker.replica import Replica, new_incarnation  # noqa: PLC0415
-
-        self._make = Replica
-        self._vocabulary = lambda model: vocabulary_of(resolve_model(model).tokenizer)
-        self._make_followers = Followers
-        self._make_follower = Follower
-        self._new_incarnation = new_incarnation
-        self._replica: Replica | None = None
-        self._followers: Followers | None = None
-        self._following: threading.Thread | None = None
-
-    def start(self, config: EngineConfig, fill: int) -> ReplicaRecord:
-        if self._replica is not None:
-            self.stop()
-        vocabulary = partial(self._vocabulary, config.model)
-        self._replica = self._make(config, LeastOutstanding(), self._followers, vocabulary, fill=fill)
-        return self._replica.record
-
-    def lead(self, config: EngineConfig) -> tuple[str, str]:
-        """Open the place where other ranks join the replica that ``start`` will make."""
-        self.stop()
-        incarnation = self._new_incarnation(config.role)
-        self._followers = self._make_followers(
-            incarnation, config.tensor_parallel_size, config.advertised_host, config.token
-        )
-        return incarnation, self._followers.address
-
-    def follow(self, config: EngineConfig, rank: int, incarnation: str, leader: str, fill: int) -> None:
-        """Be a rank of another process's replica until that ends."""
-        self.stop()
-
-        def run() -> None:
-            try:
-                self._make_follower(config, rank, incarnation, leader, fill=fill).run()
-            except Exception:
-                traceback.print_exc()
-
-        self._following = threading.Thread(target=run)
-        self._following.start()
-
-    def use_prefill_replicas(self, replicas: dict[str, tuple[str, ...]], draining: frozenset[str]) -> None:
-        assert self._replica is not None
-        self._replica.use_prefill_replicas(replicas, draining)
-
-    def drain(self, seconds: float) -> bool:
-        assert self._replica is not None
-        return self._replica.drain(seconds)
-
-    def resident_bytes(self) -> int:
-        import psutil  # noqa: PLC0415
-
-        return int(psutil.Process().memory_info().rss)
-
-    def require_health(self) -> None:
-        assert self._replica is not None
-        self._replica.require_health()
-
-    def stop(self) -> None:
-        if self._replica is not None:
-            self._replica.stop(grace=0.0)
-            self._replica = None
-        if self._followers is not None:
-            self._followers.stop()
-        self._followers = None
-        if self._following is not None:
-            self._following.join()
-            self._following = None
-
-
-def host(descriptor: int) -> None:
-    """Serve the parent's calls until it closes the connection or dies."""
-    import logging  # noqa: PLC0415
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(threadName)s %(message)s")
-    connection = Connection(descriptor)
-    replicas = _Host()
-    while True:
-        try:
-            method, arguments = connection.recv()
-        except EOFError:
-            break
-        try:
-            connection.send((getattr(replicas, method)(*arguments), None))
-        except Exception:
-            connection.send((None, traceback.format_exc()))
-    os._exit(0)
+    serve(connection)
 
 
 class EngineProcess:
     """One process. ``log`` receives its output. ``inside`` puts a command elsewhere, such as onto another host."""
 
-    def __init__(self, log: Path, inside: Callable[..., list[str]] = lambda *command: [*command]) -> None:
+    def __init__(self, log: Path, inside: Callable[..., list[str]] | None = None) -> None:
         self._log = log
         self._shown = 0
-        self._connection, theirs = Pipe()
-        descriptor = theirs.fileno()
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                inside(sys.executable, "-c", f"from tests.engine_process import host; host({descriptor})"),
-                pass_fds=[descriptor],
-                cwd=_ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._connection, theirs = multiprocessing.Pipe()
+        if inside is None:
+            forked = _FORKED.Process(target=_forked, args=(theirs, log), daemon=True)
+            forked.start()
+            assert forked.pid is not None
+            self._process = psutil.Process(forked.pid)
+        else:
+            descriptor = theirs.fileno()
+            with log.open("wb") as output:
+                self._process = psutil.Popen(
+                    inside(sys.executable, "-c", f"from tests.engine_host import serve_at; serve_at({descriptor})"),
+                    pass_fds=[descriptor],
+                    cwd=_ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
         theirs.close()
 
     def __enter__(self) -> Self:
@@ -217,8 +131,9 @@ class EngineProcess:
     def close(self) -> None:
         """End the process."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process.kill()
+            self._process.wait()
 
     def new_output(self) -> str:
         """What it has written since it was last asked."""

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -10,6 +11,7 @@ import pytest
 
 from tests.conftest import EngineProcesses
 from tests.engine_client import Answer, EngineClient, PendingAnswer, RequestFailed
+from tests.engine_process import EngineProcess
 from tests.replicas import colocated, disaggregated
 from tests.worker.grammar.conftest import Babbler
 from tests.worker.grammar.random_schemas import SchemaMaker
@@ -39,10 +41,30 @@ def submit_schemas(client: EngineClient, babbler: Babbler, schemas: list[Any], *
     ]
 
 
-def test_what_ends_by_itself_validates(babbler: Babbler, engine_processes: EngineProcesses) -> None:
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """For one replica, whose process that compiles grammars takes seconds to start."""
+    with EngineProcess(tmp_path_factory.mktemp("grammars") / "engine.log") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def running(babbler: Babbler, process: EngineProcess) -> Iterator[EngineClient]:
+    with colocated(process, babbler.config(max_running_requests=48)) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(running: EngineClient, process: EngineProcess) -> Iterator[EngineClient]:
+    """The replica of this module's tests, which must hold nothing after each."""
+    yield running
+    running.settled()
+    print(process.new_output())
+
+
+def test_what_ends_by_itself_validates(babbler: Babbler, engine: EngineClient) -> None:
     schemas = [SchemaMaker(seed).make() for seed in range(SCHEMAS)]
-    with colocated(engine_processes.first, babbler.config(max_running_requests=48)) as client:
-        answers = [pending.result(400.0) for pending in submit_schemas(client, babbler, schemas)]
+    answers = [pending.result(400.0) for pending in submit_schemas(engine, babbler, schemas)]
     ended = 0
     for schema, answer in zip(schemas, answers, strict=True):
         (choice,) = answer.choices
@@ -55,14 +77,15 @@ def test_what_ends_by_itself_validates(babbler: Babbler, engine_processes: Engin
     assert ended > SCHEMAS * 0.8
 
 
-def test_both_modes_say_the_same(babbler: Babbler, engine_processes: EngineProcesses) -> None:
+def test_both_modes_say_the_same(babbler: Babbler, engine: EngineClient, engine_processes: EngineProcesses) -> None:
     schemas = [SchemaMaker(seed).make() for seed in range(24)]
 
     def ask(client: EngineClient) -> list[Answer]:
-        return [pending.result(300.0) for pending in submit_schemas(client, babbler, schemas, **FEW, n=2)]
+        return [
+            pending.result(300.0) for pending in submit_schemas(client, babbler, schemas, **FEW, n=2, max_tokens=100)
+        ]
 
-    with colocated(engine_processes.first, babbler.config()) as client:
-        alone = ask(client)
+    alone = ask(engine)
     with disaggregated(engine_processes.first, engine_processes.second, babbler.config()) as pair:
         apart = ask(pair.decode)
         assert pair.decode.settled().counters.transfers > 0
@@ -70,23 +93,21 @@ def test_both_modes_say_the_same(babbler: Babbler, engine_processes: EngineProce
     assert any(first.tokens != second.tokens for first, second in (answer.choices for answer in apart))
 
 
-def test_regex_choice_and_rules(babbler: Babbler, engine_processes: EngineProcesses) -> None:
+def test_regex_choice_and_rules(babbler: Babbler, engine: EngineClient) -> None:
     choices = ["yes", "no", 'mayb"e', "größer als"]
     tag = {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in choices]}
     structural = json.dumps({"type": "structural_tag", "format": tag})
-    with colocated(engine_processes.first, babbler.config()) as client:
-        pending = {
-            kind: [
-                client.submit(babbler.prompt(), grammar=grammar, seed=seed, max_tokens=60, **SAMPLED)
-                for seed in range(12)
-            ]
-            for kind, grammar in {
-                "regex": wire.Grammar(regex=r"[a-f]{3,12}-\d{2}(x|yz)?"),
-                "choice": wire.Grammar(structural_tag=structural),
-                "rules": wire.Grammar(ebnf='root ::= "(" root ")" | [0-9]'),
-            }.items()
-        }
-        texts = {kind: [babbler.text(each.result().tokens) for each in all_] for kind, all_ in pending.items()}
+    pending = {
+        kind: [
+            engine.submit(babbler.prompt(), grammar=grammar, seed=seed, max_tokens=60, **SAMPLED) for seed in range(12)
+        ]
+        for kind, grammar in {
+            "regex": wire.Grammar(regex=r"[a-f]{3,12}-\d{2}(x|yz)?"),
+            "choice": wire.Grammar(structural_tag=structural),
+            "rules": wire.Grammar(ebnf='root ::= "(" root ")" | [0-9]'),
+        }.items()
+    }
+    texts = {kind: [babbler.text(each.result().tokens) for each in all_] for kind, all_ in pending.items()}
     assert all(re.fullmatch(r"[a-f]{3,12}-\d{2}(x|yz)?", text) for text in texts["regex"])
     assert {*texts["choice"]} <= {*choices}
     assert len({*texts["choice"]}) > 1
@@ -94,18 +115,17 @@ def test_regex_choice_and_rules(babbler: Babbler, engine_processes: EngineProces
 
 
 @pytest.mark.parametrize("ends", [{"ignore_eos": True}, {"min_tokens": 30}, {"stop_token_ids": [30]}], ids=str)
-def test_ends(babbler: Babbler, engine_processes: EngineProcesses, ends: dict[str, Any]) -> None:
+def test_ends(babbler: Babbler, engine: EngineClient, ends: dict[str, Any]) -> None:
     """A text that is complete ends, whatever else ends texts; nothing else ends it before."""
     if "stop_token_ids" in ends:
         ends = {"stop_token_ids": [babbler.tokenizer.encode("b", add_special_tokens=False)[0]]}
-    with colocated(engine_processes.first, babbler.config()) as client:
-        answer = client.generate(
-            babbler.prompt(), grammar=wire.Grammar(regex="[abc]{5}"), n=8, max_tokens=40, **SAMPLED | ends
-        )
-        # Here the text may go on for ever, and end at any token.
-        endless = client.generate(
-            babbler.prompt(), grammar=wire.Grammar(regex="[ac]*"), n=8, max_tokens=40, **SAMPLED | ends
-        )
+    answer = engine.generate(
+        babbler.prompt(), grammar=wire.Grammar(regex="[abc]{5}"), n=8, max_tokens=40, **SAMPLED | ends
+    )
+    # Here the text may go on for ever, and end at any token.
+    endless = engine.generate(
+        babbler.prompt(), grammar=wire.Grammar(regex="[ac]*"), n=8, max_tokens=40, **SAMPLED | ends
+    )
     for choice in answer.choices:
         assert re.fullmatch("[abc]{5}", babbler.text(choice.tokens))
         assert choice.finish_reason == wire.FINISH_REASON_STOP
@@ -116,23 +136,23 @@ def test_ends(babbler: Babbler, engine_processes: EngineProcesses, ends: dict[st
         assert choice.finish_reason == wire.FINISH_REASON_LENGTH or "ignore_eos" not in ends
 
 
-def test_a_resumed_request_goes_on_within_its_grammar(babbler: Babbler, engine_processes: EngineProcesses) -> None:
+def test_a_resumed_request_goes_on_within_its_grammar(babbler: Babbler, engine: EngineClient) -> None:
     grammar = wire.Grammar(regex="[a-z]{3}-[0-9]{8}")
     prompt = babbler.prompt()
     settings: dict[str, Any] = {"grammar": grammar, "seed": 3, "max_tokens": 40, **SAMPLED, **FEW}
-    with colocated(engine_processes.first, babbler.config()) as client:
-        whole = client.generate(prompt, **settings).tokens
-        for kept in range(1, len(whole)):
-            resumed = client.generate([*prompt, *whole[:kept]], prompt_len=len(prompt), **settings).tokens
-            assert whole[:kept] + resumed == whole
-        with pytest.raises(RequestFailed, match="does not follow the request's grammar"):
-            client.generate([*prompt, prompt[0]], prompt_len=len(prompt), **settings)
+    whole = engine.generate(prompt, **settings).tokens
+    for kept in range(1, len(whole)):
+        resumed = engine.generate([*prompt, *whole[:kept]], prompt_len=len(prompt), **settings).tokens
+        assert whole[:kept] + resumed == whole
+    with pytest.raises(RequestFailed, match="does not follow the request's grammar"):
+        engine.generate([*prompt, prompt[0]], prompt_len=len(prompt), **settings)
 
 
-def test_preempted_requests_go_on_within_their_grammars(babbler: Babbler, engine_processes: EngineProcesses) -> None:
+def test_preempted_requests_go_on_within_their_grammars(
+    babbler: Babbler, engine: EngineClient, engine_processes: EngineProcesses
+) -> None:
     schemas = [{"type": "array", "items": {"type": "integer"}, "minItems": 20}] * 12
-    with colocated(engine_processes.first, babbler.config()) as client:
-        calm = [p.result().tokens for p in submit_schemas(client, babbler, schemas, **FEW, max_tokens=60)]
+    calm = [p.result().tokens for p in submit_schemas(engine, babbler, schemas, **FEW, max_tokens=60)]
     block = 16 * 2 * 2 * 2 * 16 * 4
     with colocated(engine_processes.first, babbler.config(kv_cache_memory=20 * block)) as client:
         pressed = [p.result().tokens for p in submit_schemas(client, babbler, schemas, **FEW, max_tokens=60)]
@@ -156,13 +176,12 @@ def test_preempted_requests_go_on_within_their_grammars(babbler: Babbler, engine
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_grammar_that_cannot_be_used_is_refused(
-    babbler: Babbler, engine_processes: EngineProcesses, grammar: wire.Grammar, message: str
+    babbler: Babbler, engine: EngineClient, grammar: wire.Grammar, message: str
 ) -> None:
-    with colocated(engine_processes.first, babbler.config()) as client:
-        with pytest.raises(RequestFailed, match=re.escape(message)) as refused:
-            client.generate(babbler.prompt(), grammar=grammar)
-        assert refused.value.kind == wire.ERROR_KIND_INVALID
-        assert len(client.generate(babbler.prompt(), max_tokens=3).tokens) == 3
+    with pytest.raises(RequestFailed, match=re.escape(message)) as refused:
+        engine.generate(babbler.prompt(), grammar=grammar)
+    assert refused.value.kind == wire.ERROR_KIND_INVALID
+    assert len(engine.generate(babbler.prompt(), max_tokens=3).tokens) == 3
 
 
 def test_slow_grammars_cost_nobody_else_anything(babbler: Babbler, engine_processes: EngineProcesses) -> None:
