@@ -7,6 +7,7 @@ ranks it carries the leading one. It ends in an orderly way when its supervisor 
 import asyncio
 import logging
 import sys
+import threading
 import time
 from dataclasses import replace
 from enum import Enum, auto
@@ -41,7 +42,11 @@ class _Life(Enum):
 
 
 class ReplicaActor:
-    """See the module. ``model`` and the address ``auto`` are resolved here, since both differ between machines."""
+    """See the module. ``model`` and the address ``auto`` are resolved here, since both differ between machines.
+
+    Ray calls each method on a thread of its own, and leaves the main thread to signals; what waits does so on an event
+    loop beside them.
+    """
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
         logging.basicConfig(level=logging.INFO)
@@ -51,11 +56,12 @@ class ReplicaActor:
         self._followers: Followers | None = None
         self._running: Replica | None = None
         self._life = _Life.SERVING
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="replica", daemon=True).start()
         on_sigterm(self._told_to_end)
 
-    async def lead(self) -> tuple[str, str]:
+    def lead(self) -> tuple[str, str]:
         """Get ready to lead other ranks: the replica's incarnation, and the address where they join it."""
         # Imported here: supervisors need this class too, but not torch.
         from worker.ranks.followers import Followers  # noqa: PLC0415
@@ -65,18 +71,14 @@ class ReplicaActor:
         self._followers = Followers(new_incarnation(self._config.role), ranks, host, self._config.token)
         return self._followers.incarnation, self._followers.address
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Load the model and serve."""
         from worker.replica import Replica  # noqa: PLC0415
 
         def vocabulary() -> Vocabulary:
             return vocabulary_of(resolve_model(self._model).tokenizer)
 
-        def make() -> Replica:
-            return Replica(self._config, PrefillRouter(), self._followers, vocabulary)
-
-        self._running = await asyncio.to_thread(make)
-        self._loop = asyncio.get_running_loop()
+        self._running = Replica(self._config, PrefillRouter(), self._followers, vocabulary)
 
     @property
     def _replica(self) -> "Replica":
@@ -87,8 +89,27 @@ class ReplicaActor:
     def _record(self) -> "ReplicaRecord":
         return replace(self._replica.record, draining=self._life is not _Life.SERVING)
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Report to the directory until the replica is stopped. Raises when the engine has failed."""
+        asyncio.run_coroutine_threadsafe(self._run(), self._loop).result()
+
+    def beat(self) -> None:
+        """Return: this process runs."""
+
+    def require_health(self) -> None:
+        """Raise if only a new process helps."""
+        self._replica.require_health()
+
+    def stop(self) -> None:
+        """Take nothing new, finish what was taken, and end; what then is left can be continued elsewhere."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+
+    def _told_to_end(self) -> None:
+        if self._running is None:
+            sys.exit("told to end before it served")
+        self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    async def _run(self) -> None:
         updating: asyncio.Task[None] | None = None
         while self._life is not _Life.ENDED:
             self._replica.require_health()
@@ -111,21 +132,8 @@ class ReplicaActor:
                     )
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def beat(self) -> None:
-        """Return: this process runs."""
-
-    async def require_health(self) -> None:
-        """Raise if only a new process helps."""
-        self._replica.require_health()
-
-    async def stop(self) -> None:
-        """Take nothing new, finish what was taken, and end; what then is left can be continued elsewhere."""
+    async def _stop(self) -> None:
         await self._begin_to_end()
-
-    def _told_to_end(self) -> None:
-        if self._loop is None:
-            sys.exit("told to end before it served")
-        self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _begin_to_end(self) -> asyncio.Task[None]:
         """Once, whoever is the first to say so."""
