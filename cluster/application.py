@@ -193,6 +193,7 @@ def _application(
             vocab_size=summary.vocab_size,
             eos_token_ids=tokenizer.eos_token_ids,
             created=int(time.time()),
+            root=config.model,
         ),
         directory=APPLICATION,
         needs_prefill=config.mode is Mode.DISAGGREGATED,

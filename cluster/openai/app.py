@@ -31,10 +31,11 @@ from cluster.openai.prompts import PromptEncoder
 from cluster.openai.protocol import DetokenizeBody, TokenizeBody
 from cluster.openai.sampling import check_model
 from cluster.openai.serving import Serving
-from cluster.openai.tokenization import detokenize, tokenize
+from cluster.openai.tokenization import detokenize, tokenize, tokenizer_info
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import FORMATS, ToolCallStyle, format_of_template
+from cluster.version import VERSION
 from worker.wire.engine_pb2 import StatusReply
 
 _logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ def _add_models(app: FastAPI, model: ModelCard) -> None:
         "object": "model",
         "created": model.created,
         "owned_by": "crosskv",
+        "root": model.root or model.name,
         "max_model_len": model.max_model_len,
     }
 
@@ -126,6 +128,10 @@ def _add_tokenization(app: FastAPI, serving: Serving) -> None:
 
         return await answered(request, serving.limits.max_body_bytes, handle)
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info_route() -> Response:
+        return _json(tokenizer_info(serving))
+
 
 def _add_operation(app: FastAPI, serving: Serving) -> None:
     description = describe_api()
@@ -134,6 +140,11 @@ def _add_operation(app: FastAPI, serving: Serving) -> None:
     async def description_route() -> Response:
         return _json(description)
 
+    @app.get("/version")
+    async def version_route() -> Response:
+        return _json({"version": VERSION})
+
+    @app.get("/ping")
     @app.get("/health")
     async def health_route() -> Response:
         return Response(status_code=200 if serving.engine.ready() else 503)

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.openai.api_keys import ANYBODY, ApiKeys, Caller
 from cluster.openai.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""What probes and monitoring ask without a key. Neither says anything about a request's content."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""What probes and monitoring ask without a key. None says anything about a request's content."""
 
 
 class Authentication:

@@ -16,8 +16,11 @@ _BODIES: dict[str, tuple[type[BaseModel], str]] = {
 _READS = {
     "/v1/models": "List the model.",
     "/v1/models/{name}": "Describe the model.",
+    "/tokenizer_info": "Show the tokenizer's special tokens and its chat template.",
+    "/version": "Name the release of this server.",
     "/cluster": "Report every replica's load and counters.",
     "/health": "200 while a request could be served, else 503. Needs no key.",
+    "/ping": "The same as /health.",
     "/metrics": "Show metrics in Prometheus' text format. Needs no key.",
 }
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}

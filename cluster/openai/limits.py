@@ -5,13 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The served model. ``max_model_len`` is prompt and generated tokens together; ``created`` is in Unix seconds."""
+    """The served model. ``max_model_len`` is prompt and generated tokens together; ``created`` is in Unix seconds.
+
+    ``root`` is what it was loaded from, where that says more than its name.
+    """
 
     name: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     created: int
+    root: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def _as_turn(message: ChatMessage, index: int) -> dict[str, Any]:
 def _as_call(call: ToolCall, param: str) -> dict[str, Any]:
     """Return what the chat template sees of a call: arguments as an object, as templates expect them."""
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -99,11 +99,15 @@ class GenerationBody(_Body):
         "guided_whitespace_pattern": (),
         "kv_transfer_params": (),
         "logits_processors": (),
+        "logprob_token_ids": (),
         "lora": (),
         "lora_request": (),
         "prompt_embeds": (),
+        "repetition_detection": (),
+        "return_tokens_as_token_ids": (),
         "speculative": (),
         "speculative_config": (),
+        "thinking_token_budget": (-1,),
         "truncate_prompt_tokens": (),
         "use_beam_search": (),
     }
@@ -230,6 +234,7 @@ class TokenizeBody(_Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``POST /detokenize``: a model's tokenizer for clients that have none."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``: a model's tokenizer for clients that have none."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from cluster.openai.prompts import Prompt
 from cluster.openai.protocol import DetokenizeBody, TokenizeBody
 from cluster.openai.sampling import check_model
 from cluster.openai.serving import Serving
+from cluster.openai.tools import for_template, usable_tools
 
 
 async def tokenize(body: TokenizeBody, serving: Serving) -> dict[str, Any]:
@@ -39,6 +40,16 @@ def detokenize(body: DetokenizeBody, serving: Serving) -> dict[str, Any]:
     return {"prompt": serving.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
+def tokenizer_info(serving: Serving) -> dict[str, Any]:
+    """Return what clients need that write prompts themselves, under its names in tokenizer_config.json."""
+    config = serving.tokenizer.config
+    return {
+        **config.special_tokens,
+        "model_max_length": serving.model.max_model_len,
+        "chat_template": config.chat_template,
+    }
+
+
 async def _prompt(body: TokenizeBody, serving: Serving) -> Prompt:
     if body.messages is not None:
         return await serving.prompts.of_chat(
@@ -47,5 +58,6 @@ async def _prompt(body: TokenizeBody, serving: Serving) -> Prompt:
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
+            tools=for_template(usable_tools(body.tools, None)) or None,
         )
     return await serving.prompts.of_text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

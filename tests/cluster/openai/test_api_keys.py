@@ -131,7 +131,7 @@ async def test_every_route_but_probes_needs_a_key(client, method: str, path: str
         both = [("Authorization", f"Bearer {SECRET}"), ("Authorization", "Bearer wrong")]
         assert (await http.request(method, path, headers=both)).status_code == 401
         assert (await http.request(method, path, headers=bearer(SECRET), json=COMPLETION)).status_code != 401
-        for probe in ("/health", "/metrics"):
+        for probe in ("/health", "/ping", "/metrics"):
             assert (await http.get(probe)).status_code == 200
     assert len(engine.submits) <= 1
 

@@ -79,6 +79,10 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("bad_words", ["x"]),
     ("allowed_token_ids", [1]),
     ("truncate_prompt_tokens", 5),
+    ("logprob_token_ids", [1]),
+    ("repetition_detection", {"max_pattern_size": 4}),
+    ("return_tokens_as_token_ids", True),
+    ("thinking_token_budget", 5),
     ("kv_transfer_params", {"do_remote_decode": True}),
 ]
 

@@ -1,6 +1,8 @@
 import asyncio
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -116,9 +118,10 @@ async def test_cluster_has_every_field_as_a_number(client) -> None:
 async def test_health_follows_the_engine(client) -> None:
     engine = ScriptedEngine(always([5]), ready=False)
     async with client(engine) as http:
-        assert (await http.get("/health")).status_code == 503
-        engine.is_ready = True
-        assert (await http.get("/health")).status_code == 200
+        for ready in (False, True):
+            engine.is_ready = ready
+            for path in ("/health", "/ping"):
+                assert (await http.get(path)).status_code == (200 if ready else 503)
 
 
 async def test_models(client) -> None:
@@ -131,8 +134,15 @@ async def test_models(client) -> None:
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "crosskv",
+        "root": "org/tiny",
         "max_model_len": 64,
     }
+
+
+async def test_the_release_is_the_packages(client) -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    async with client(ScriptedEngine(always([5]))) as http:
+        assert (await http.get("/version")).json() == {"version": project["version"]}
 
 
 async def test_long_texts_do_not_hold_up_short_ones(client) -> None:

@@ -29,6 +29,17 @@ async def test_messages_are_what_a_chat_would_send(client) -> None:
             assert answer["tokens"] == list(engine.submits[-1].token_ids)
 
 
+async def test_what_a_client_needs_to_write_prompts_itself(client, tokenizer: Tokenizer) -> None:
+    async with client(ScriptedEngine(always([5]))) as http:
+        info = (await http.get("/tokenizer_info")).json()
+    assert info == {
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
+        "model_max_length": 64,
+        "chat_template": tokenizer.config.chat_template,
+    }
+
+
 async def test_a_text_longer_than_the_context_can_be_counted(client) -> None:
     async with client(ScriptedEngine(always([5]))) as http:
         answer = (await http.post("/tokenize", json={"prompt": "fox " * 400})).json()

@@ -40,7 +40,7 @@ CALLS = (
 
 @pytest.fixture
 def ask(tokenizer: Tokenizer) -> Callable[..., Any]:
-    async def ask(body: dict[str, Any], answer: str = CALLS) -> tuple[httpx.Response, ScriptedEngine]:
+    async def ask(body: dict[str, Any], answer: str = CALLS, path: str = PATH) -> tuple[httpx.Response, ScriptedEngine]:
         tokens = tokenizer.encode(answer, add_special_tokens=False)
         engine = ScriptedEngine(always([*tokens, 2], finish=FINISH_REASON_STOP, stop_token_id=2))
         app = build_app(
@@ -52,9 +52,23 @@ def ask(tokenizer: Tokenizer) -> Callable[..., Any]:
             metrics=CollectorRegistry(),
         )
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as http:
-            return await http.post(PATH, json=body), engine
+            return await http.post(path, json=body), engine
 
     return ask
+
+
+async def test_a_call_without_arguments_may_have_none(ask) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    response, _ = await ask({"messages": [*BODY["messages"], *turns]})
+    assert response.status_code == 200, response.text
+
+
+async def test_tools_are_counted_with_their_conversation(ask) -> None:
+    response, engine = await ask(BODY)
+    assert response.status_code == 200, response.text
+    counted, _ = await ask(BODY, path="/tokenize")
+    assert counted.json()["tokens"] == list(engine.submits[0].token_ids)
 
 
 async def test_calls_come_back_as_calls(ask) -> None:
