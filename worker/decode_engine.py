@@ -21,6 +21,7 @@ from worker.events import (
     StatusWanted,
     Submitted,
 )
+from worker.failure import Failure
 from worker.grammar.grammar import GrammarError
 from worker.grammar.grammars import CannotGoOn, GrammarReady, Grammars
 from worker.incoming_transfers import RankReceived
@@ -186,7 +187,7 @@ class DecodeEngine:
     def stop(self, now: float) -> None:
         """Give up everything."""
         for name in list(self._requests):
-            self._fail(name, wire.ERROR_KIND_UNAVAILABLE, "the replica is shutting down")
+            self._fail(name, Failure.STOPPED, "the replica is shutting down")
         self._outbox.flush(now, self.idle)
         if self._grammars is not None:
             self._grammars.close()
@@ -207,32 +208,33 @@ class DecodeEngine:
             if grammar is not None and self._grammars is None:
                 raise InvalidRequest("this replica was started without a tokenizer, which grammars need")
         except InvalidRequest as error:
-            self._refuse(client, submit.request_id, wire.ERROR_KIND_INVALID, str(error))
+            self._refuse(client, submit.request_id, Failure.INVALID, str(error))
             return
         if self._drain is not None:
-            self._refuse(client, submit.request_id, wire.ERROR_KIND_UNAVAILABLE, "the replica takes nothing new")
+            self._refuse(client, submit.request_id, Failure.DRAINING, "the replica takes nothing new")
             return
         refusal = self._refusal(sequence, now)
         if refusal is not None:
             self.counters.requests_refused += 1
-            self._refuse(client, submit.request_id, wire.ERROR_KIND_OVERLOADED, refusal)
+            self._refuse(client, submit.request_id, *refusal)
             return
         self._requests[name] = Request(client, submit.request_id, open_choices=submit.n)
         self._scheduler.add(sequence)
         if grammar is not None and self._grammars is not None:
             self._grammars.prepare(sequence, grammar)
 
-    def _refusal(self, sequence: Sequence, now: float) -> str | None:
+    def _refusal(self, sequence: Sequence, now: float) -> tuple[Failure, str] | None:
         """Why a new request cannot queue, if it cannot. May make room at the cost of who has more than a fair share."""
         wait, patience = self._scheduler.wait(sequence), sequence.start_by - now
         if wait is not None and wait > patience:
-            return f"its turn would come in about {wait:.0f} s, but it must start within {patience:.1f} s"
+            slow = f"its turn would come in about {wait:.0f} s, but it must start within {patience:.1f} s"
+            return Failure.QUEUE_SLOW, slow
         if self._scheduler.full:
             full = f"the queue holds {len(self._scheduler.waiting)} requests already (--max-waiting-requests)"
             displaced = self._scheduler.waiting.displaced_by(sequence.caller)
             if displaced is None:
-                return full
-            self._fail(displaced.request_id, wire.ERROR_KIND_OVERLOADED, f"{full}, too many of them yours")
+                return Failure.QUEUE_FULL, full
+            self._fail(displaced.request_id, Failure.DISPLACED, f"{full}, too many of them yours")
         return None
 
     def _abort(self, names: Iterable[RequestId], now: float) -> None:
@@ -243,15 +245,15 @@ class DecodeEngine:
     def _expire(self, now: float) -> None:
         late = {sequence.request_id: sequence for sequence in self._scheduler.expired(now)}
         for name, sequence in late.items():
-            kind = wire.ERROR_KIND_OVERLOADED if sequence.has_not_started(now) else wire.ERROR_KIND_TIMEOUT
-            self._fail(name, kind, sequence.overdue(now))
+            self._fail(name, sequence.lateness(now), sequence.overdue(now))
 
-    def _fail(self, name: RequestId, kind: wire.ErrorKind, message: str) -> None:
+    def _fail(self, name: RequestId, failure: Failure, message: str) -> None:
         request = self._drop(name, 0.0)
         if request is not None:
-            self.counters.requests_failed += kind != wire.ERROR_KIND_OVERLOADED
-            self.counters.requests_refused += kind == wire.ERROR_KIND_OVERLOADED
-            self._refuse(request.client, request.wire_id, kind, message)
+            overloaded = failure.kind == wire.ERROR_KIND_OVERLOADED
+            self.counters.requests_failed += not overloaded
+            self.counters.requests_refused += overloaded
+            self._refuse(request.client, request.wire_id, failure, message)
 
     def _drop(self, name: RequestId, now: float) -> Request | None:
         """Forget a request and everything that it holds, here and at its prefill replica."""
@@ -260,9 +262,13 @@ class DecodeEngine:
         self._scheduler.finish(self._scheduler.of_request(name))
         return self._requests.pop(name, None)
 
-    def _refuse(self, client: Client, wire_id: str, kind: wire.ErrorKind, message: str) -> None:
-        error = wire.Error(kind=kind, message=message)
-        if kind == wire.ERROR_KIND_OVERLOADED:
+    def _refuse(self, client: Client, wire_id: str, failure: Failure, message: str) -> None:
+        self.counters.failures[failure] += 1
+        # The message may quote the request. Under load there are many refusals.
+        level = logging.DEBUG if failure.refused else logging.WARNING
+        log.log(level, "%s of %s: %s", wire_id, client.client_id, failure)
+        error = wire.Error(kind=failure.kind, message=message, reason=failure)
+        if failure.kind == wire.ERROR_KIND_OVERLOADED:
             error.retry_after_ms = int(self._scheduler.pace.retry_after(len(self._scheduler.waiting)) * 1e3)
         self._outbox.refuse(client, wire_id, error)
 
@@ -286,10 +292,10 @@ class DecodeEngine:
 
     def _fail_grammar(self, name: RequestId, error: BaseException) -> None:
         if isinstance(error, GrammarError):
-            self._fail(name, wire.ERROR_KIND_INVALID, str(error))
+            self._fail(name, Failure.INVALID, str(error))
         else:
-            log.error("a grammar could not be used", exc_info=error)
-            self._fail(name, wire.ERROR_KIND_INTERNAL, "the replica failed over this request's grammar")
+            log.error("%s: its grammar could not be used", name, exc_info=error)
+            self._fail(name, Failure.GRAMMAR, "the replica failed over this request's grammar")
 
     # Transfers
 
@@ -312,6 +318,8 @@ class DecodeEngine:
         if ended.end is None:
             report.retransmitted_bytes += ended.received_bytes
             self.counters.retransmitted_bytes += ended.received_bytes
+            assert ended.failure is not None
+            self.counters.transfer_failures[ended.failure] += 1
             if ended.busy:
                 self._scheduler.transfer_refused(sequence)
             else:
@@ -331,6 +339,7 @@ class DecodeEngine:
         cached = max(0, ended.end.cached_tokens - sequence.prefix_len)
         self._requests[sequence.request_id].prefill_cached_tokens = cached
         self.counters.transfers += 1
+        self.counters.completed_bytes += ended.received_bytes
         self.counters.lower_bound_bytes += bound
         self.counters.unshared_bytes += unshared
         self.counters.transfer_seconds += now - ended.started
@@ -366,4 +375,4 @@ class DecodeEngine:
 
     def _fail_step(self, plan: StepPlan) -> None:
         for name in dict.fromkeys(scheduled.sequence.request_id for scheduled in plan.rows):
-            self._fail(name, wire.ERROR_KIND_INTERNAL, "the replica failed while it computed this request")
+            self._fail(name, Failure.STEP, "the replica failed while it computed this request")

@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from worker.inbox import Inbox
+from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,11 @@ BLOCKED_SECONDS = 0.002
 
 class Engine(Protocol[Event_contra]):
     """What the loop drives."""
+
+    @property
+    def counters(self) -> wire.Counters:
+        """What it counts, of which the loop adds ``busy_seconds``."""
+        ...
 
     @property
     def idle(self) -> bool:
@@ -92,5 +98,7 @@ class EngineLoop(Generic[Event]):
                 self._engine.handle(event, time.monotonic())
             self._beat = time.monotonic()
             worked = self._engine.step(self._beat)
+            if worked:
+                self._engine.counters.busy_seconds += time.monotonic() - self._beat
             wait = 0.0 if worked else IDLE_SECONDS if self._engine.idle else BLOCKED_SECONDS
         self._engine.stop(time.monotonic())

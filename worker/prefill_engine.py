@@ -13,6 +13,7 @@ import grpc
 from kv_transfer.prefill_server import PrefillJob, RankStream
 from worker.config import EngineConfig
 from worker.events import CacheCleared, DrainStarted, StatusWanted
+from worker.failure import Failure
 from worker.model_runner import ModelRunner
 from worker.ranks.commands import ClearBlocks, CloseOutgoing, Compute, OpenOutgoing, SendComputed, Summary
 from worker.ranks.process_group import RankLost
@@ -83,7 +84,8 @@ class PrefillEngine:
         """Compute once; returns whether there was anything to compute."""
         self._drop_cancelled()
         for sequence in self._scheduler.expired(now):
-            self._give_up(self._jobs[sequence.request_id], grpc.StatusCode.ABORTED, sequence.overdue(now))
+            late, why = sequence.lateness(now), sequence.overdue(now)
+            self._give_up(self._jobs[sequence.request_id], late, grpc.StatusCode.ABORTED, why)
         plan = self._scheduler.schedule(now, paused=self._paused())
         if plan.to_clear:
             self._team.apply(ClearBlocks(plan.to_clear))
@@ -124,6 +126,7 @@ class PrefillEngine:
 
     def status(self) -> wire.StatusReply:
         """Everything that a status page shows."""
+        self.counters.preemptions = self._scheduler.preemptions
         self.counters.prefix_queries = self._scheduler.prefix_queries
         self.counters.prefix_hits = self._scheduler.prefix_hits
         others = self._team.followers_totals()
@@ -144,7 +147,7 @@ class PrefillEngine:
         """Give up everything."""
         del now
         for prompt in list(self._jobs.values()):
-            self._give_up(prompt, grpc.StatusCode.UNAVAILABLE, "the replica is shutting down")
+            self._give_up(prompt, Failure.STOPPED, grpc.StatusCode.UNAVAILABLE, "the replica is shutting down")
 
     def _accept(self, job: PrefillJob, now: float) -> None:
         own = len(self._runner.prefix_tokens)
@@ -154,18 +157,21 @@ class PrefillEngine:
             or len(job.token_ids) >= self._runner.max_model_len
             or largest >= self._runner.model.vocab_size
         ):
-            job.stream.fail(
+            self._refuse(
+                job,
+                Failure.INVALID,
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"{len(job.token_ids)} tokens with ids up to {largest}; this replica takes up to "
                 f"{self._runner.max_model_len - 1} tokens of a vocabulary of {self._runner.model.vocab_size}",
             )
             return
         if any(prompt.job.name == job.name for prompt in self._jobs.values()):
-            job.stream.fail(grpc.StatusCode.INVALID_ARGUMENT, f"{job.name} is under way already")
+            self._refuse(job, Failure.INVALID, grpc.StatusCode.INVALID_ARGUMENT, f"{job.name} is under way already")
             return
         if self._scheduler.full or self._drain is not None:
             # Not a failure of this replica: the prompt goes elsewhere, and the decode replica soon knows better.
-            job.stream.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill replica takes no more prompts")
+            reason = Failure.QUEUE_FULL if self._drain is None else Failure.DRAINING
+            self._refuse(job, reason, grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill replica takes no more prompts")
             return
         # Calls may come from several decode replicas with equal request ids.
         self._accepted += 1
@@ -227,11 +233,18 @@ class PrefillEngine:
     def _fail_step(self, plan: StepPlan) -> None:
         for scheduled in plan.rows:
             prompt = self._jobs[scheduled.sequence.request_id]
-            self._give_up(prompt, grpc.StatusCode.INTERNAL, "the replica failed while it computed this prompt")
+            message = "the replica failed while it computed this prompt"
+            self._give_up(prompt, Failure.STEP, grpc.StatusCode.INTERNAL, message)
 
-    def _give_up(self, prompt: _Prompt, code: grpc.StatusCode, message: str) -> None:
+    def _refuse(self, job: PrefillJob, failure: Failure, code: grpc.StatusCode, message: str) -> None:
+        self.counters.failures[failure] += 1
+        job.stream.fail(code, message)
+
+    def _give_up(self, prompt: _Prompt, failure: Failure, code: grpc.StatusCode, message: str) -> None:
+        log.warning("%s: %s", prompt.job.name, failure)
         self._close(prompt, code, message)
         self.counters.requests_failed += 1
+        self.counters.failures[failure] += 1
         self._scheduler.finish([prompt.sequence])
         del self._jobs[prompt.sequence.request_id]
 

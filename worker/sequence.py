@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NewType
 
+from worker.failure import Failure
 from worker.kv_cache.block_pool import BlockHash
 from worker.kv_cache.block_table import BlockTable
 from worker.sampling_params import SamplingParams
@@ -111,6 +112,12 @@ class Sequence:
         if self.has_not_started(now):
             return f"its turn did not come within {self.start_by - self.arrival:g} s"
         return "the request has not gone on for too long (--token-timeout)" if self.due <= now else ""
+
+    def lateness(self, now: float) -> Failure:
+        """What it is counted as when it is overdue."""
+        if self.has_not_started(now):
+            return Failure.WAITED
+        return Failure.DEADLINE if self.deadline <= now else Failure.STALLED
 
     @property
     def awaits_constraint(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kv_transfer.frame import EndFrame
 from kv_transfer.layout import Lifetime, SlotRange
 from kv_transfer.plan import lacking
+from worker.failure import TransferFailure
 from worker.incoming_transfers import RankReceived
 from worker.model_runner import ModelRunner
 from worker.prefill_connector import OpenTransfer, Outcome, PrefillConnector
@@ -36,11 +37,15 @@ class _Running:
     received_bytes: int = 0
     end: EndFrame | None = None
     outcome: Outcome = Outcome.COMPLETE
+    failure: TransferFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A transfer that is over: complete if there is an ``end``. ``started`` is in the engine's clock, seconds."""
+    """A transfer that is over: complete if there is an ``end``, else ``failure`` says why not.
+
+    ``started`` is in the engine's clock, seconds.
+    """
 
     sequence: Sequence
     incarnation: str
@@ -48,7 +53,12 @@ class Ended:
     started: float
     received_bytes: int
     end: EndFrame | None
-    busy: bool
+    failure: TransferFailure | None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the prefill replica had no stream to spare."""
+        return self.failure is TransferFailure.BUSY
 
 
 class Transfers:
@@ -115,20 +125,27 @@ class Transfers:
         if event.rank == 0:
             running.end = event.end
         if event.end is None and running.outcome is Outcome.COMPLETE:
-            log.warning("transfer of %s failed on rank %d: %s", event.request_id, event.rank, event.error)
-            outcome = Outcome.BUSY if event.busy else Outcome.FAILED
-            # A stream that had no longer than its request says nothing about the peer.
-            late = running.sequence.deadline <= now + DEADLINE_GRACE
-            self._give_up(running, Outcome.CANCELLED if late else outcome, now)
+            source = running.opened.incarnation
+            log.warning(
+                "transfer of %s from %s failed on rank %d: %s", event.request_id, source, event.rank, event.error
+            )
+            if running.sequence.deadline <= now + DEADLINE_GRACE:
+                # A stream that had no longer than its request says nothing about the peer.
+                self._fail(running, Outcome.CANCELLED, TransferFailure.DEADLINE, now)
+            elif event.busy:
+                self._fail(running, Outcome.BUSY, TransferFailure.BUSY, now)
+            else:
+                self._fail(running, Outcome.FAILED, TransferFailure.BROKEN, now)
         return None if running.waiting else self._end(running, now)
 
     def overdue(self, now: float) -> list[Ended]:
         """Transfers of which some rank should have said long ago that it is done: nothing waits for ever."""
         late = [running for running in self._running.values() if now > running.opened.deadline + LATENESS]
         for running in late:
-            log.warning("a stream of %s neither went on nor ended", running.sequence.request_id)
+            name, source = running.sequence.request_id, running.opened.incarnation
+            log.warning("a stream of %s from %s neither went on nor ended", name, source)
             if running.outcome is Outcome.COMPLETE:
-                self._give_up(running, Outcome.FAILED, now)
+                self._fail(running, Outcome.FAILED, TransferFailure.OVERDUE, now)
         return [self._end(running, now) for running in late]
 
     def cancel(self, name: RequestId, now: float) -> None:
@@ -137,6 +154,10 @@ class Transfers:
             if running.outcome is Outcome.COMPLETE:
                 self._give_up(running, Outcome.CANCELLED, now)
             del self._running[running.sequence.epoch]
+
+    def _fail(self, running: _Running, outcome: Outcome, failure: TransferFailure, now: float) -> None:
+        running.failure = failure
+        self._give_up(running, outcome, now)
 
     def _give_up(self, running: _Running, outcome: Outcome, now: float) -> None:
         """Have all ranks let go of it; those that still receive say what they had got."""
@@ -156,7 +177,7 @@ class Transfers:
             started=running.started,
             received_bytes=running.received_bytes,
             end=running.end if complete else None,
-            busy=running.outcome is Outcome.BUSY,
+            failure=running.failure,
         )
 
     def close(self) -> None:

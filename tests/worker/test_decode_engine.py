@@ -213,7 +213,9 @@ def test_refusals_say_when_the_queue_will_have_moved_on() -> None:
     # One a step comes, one in two steps of a second each is served; four wait.
     assert len(refused) == pytest.approx(18, abs=3)
     assert engine.front_end.outputs[refused[-1]][0].error.retry_after_ms == pytest.approx(4 * 2000, rel=0.2)
-    assert engine.engine.status().counters.requests_refused == len(refused)
+    counters = engine.engine.status().counters
+    assert counters.requests_refused == len(refused)
+    assert dict(counters.failures) == {"queue_full": len(refused)}
     engine.run()
 
 
@@ -228,6 +230,7 @@ def test_what_would_begin_after_its_deadline_is_refused_at_once() -> None:
     engine.submit("patient", [4], timeout_ms=60_000)
     engine.step()
     assert engine.front_end.error("hasty") == "OVERLOADED"
+    assert engine.front_end.outputs["hasty"][0].error.reason == "queue_slow"
     assert "must start within 15.0 s" in engine.front_end.outputs["hasty"][0].error.message
     engine.run()
     assert engine.front_end.tokens("patient") == greedy([4], 3)

@@ -11,6 +11,7 @@ from worker.decode_engine import DecodeEngine
 from worker.engine_loop import EngineLoop
 from worker.inbox import Inbox
 from worker.replica import Replica, Unhealthy
+from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
 
 # A thread that ends with an exception is what some of these tests are about.
@@ -27,6 +28,7 @@ class Recorder:
         self.inference_mode = False
         self.stopped = 0
         self.steps = 0
+        self.counters = wire.Counters()
         self.reached = threading.Event()
         self.go_on = threading.Event()
 

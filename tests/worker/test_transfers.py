@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kv_transfer.frame import EndFrame
 from kv_transfer.layout import CacheLayout, Lifetime, OwnerLayer, Section, SlotRange
+from worker.failure import TransferFailure
 from worker.incoming_transfers import RankReceived
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.block_table import BlockTable
@@ -186,7 +187,7 @@ def test_a_transfer_is_complete_when_every_rank_says_so(order: tuple[int, int, i
     assert [leader.report(rank, received=10**rank) for rank in order[:2]] == [None, None]
     assert leader.streams() == STREAMS - 1
     assert leader.report(order[2], received=10 ** order[2]) == Ended(
-        sequence, "prefill-1", LACKING, NOW, 111, end_frame(1, 0), busy=False
+        sequence, "prefill-1", LACKING, NOW, 111, end_frame(1, 0), failure=None
     )
     assert leader.closings() == []
     assert leader.streams() == STREAMS
@@ -206,7 +207,8 @@ def test_a_rank_that_fails_ends_it_on_all(busy: bool) -> None:
         assert leader.report(rank, error="closed") is None
     # What the last one had got until it was closed will be sent again as well.
     ended = leader.report(0, received=20, error="closed")
-    assert ended == Ended(sequence, "prefill-1", LACKING, NOW, 32, None, busy)
+    failure = TransferFailure.BUSY if busy else TransferFailure.BROKEN
+    assert ended == Ended(sequence, "prefill-1", LACKING, NOW, 32, None, failure)
     assert leader.report(0) is None
     assert leader.closings() == [1]
     leader.now += BUSY_BACKOFF if busy else FIRST_BACKOFF

@@ -207,14 +207,16 @@ class Transfer(_message.Message):
     def __init__(self, payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., queue_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_replica: _Optional[str] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("kind", "message", "retry_after_ms")
+    __slots__ = ("kind", "message", "retry_after_ms", "reason")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     kind: ErrorKind
     message: str
     retry_after_ms: int
-    def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running_requests", "waiting_requests", "receiving_requests", "free_blocks", "cached_blocks", "total_blocks", "outstanding_prompt_tokens", "prefill_peers", "queue_limit", "queue_ms_per_request", "draining")
@@ -269,7 +271,21 @@ class StatusReply(_message.Message):
     def __init__(self, role: _Optional[str] = ..., replica_id: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., held_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., owner_layers: _Optional[int] = ..., total_layers: _Optional[int] = ..., prefill_error: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills", "requests_refused")
+    __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills", "requests_refused", "failures", "transfer_failures", "completed_bytes")
+    class FailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TransferFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_ABORTED_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +307,9 @@ class Counters(_message.Message):
     STALE_PIECES_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_BYTES_FIELD_NUMBER: _ClassVar[int]
     requests_finished: int
     requests_aborted: int
     requests_failed: int
@@ -312,4 +331,7 @@ class Counters(_message.Message):
     stale_pieces: int
     local_prefills: int
     requests_refused: int
-    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfers: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., stale_pieces: _Optional[int] = ..., local_prefills: _Optional[int] = ..., requests_refused: _Optional[int] = ...) -> None: ...
+    failures: _containers.ScalarMap[str, int]
+    transfer_failures: _containers.ScalarMap[str, int]
+    completed_bytes: int
+    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfers: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., stale_pieces: _Optional[int] = ..., local_prefills: _Optional[int] = ..., requests_refused: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., transfer_failures: _Optional[_Mapping[str, int]] = ..., completed_bytes: _Optional[int] = ...) -> None: ...
