@@ -15,7 +15,7 @@ ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/scale_out
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels proto check-proto clean
+.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
@@ -33,6 +33,7 @@ help:
 	@echo "make compile-kernels  every Triton kernel for sm_80 and sm_90: registers, shared memory, spills (minutes)"
 	@echo "make bench-overlap  how much of a transfer over 1 Gbit/s is hidden behind computation; needs root"
 	@echo "make proto        generate the stubs anew from proto/"
+	@echo "make monitoring   write dashboard, alert rules and docs/metrics.md anew from the metrics' definitions"
 	@echo "make clean        remove .venv and everything generated"
 
 demo: $(STAMP)
@@ -87,6 +88,10 @@ bench-soak: $(DEV)
 
 compile-kernels: $(DEV)
 	$(PY) -m kernels.compile
+
+# The dashboard and the alert rules of k8s/components/monitoring, and docs/metrics.md.
+monitoring: $(STAMP)
+	$(PY) -m cluster.monitoring
 
 proto: $(DEV)
 	$(call generate,.)

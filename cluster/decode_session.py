@@ -90,6 +90,11 @@ class DecodeSession:
         return self.usable and not self.load.draining
 
     @property
+    def lost(self) -> bool:
+        """Whether it was there and is gone, or silent, without having said that it would go."""
+        return self._connected and not self.usable and not self.load.draining
+
+    @property
     def broken(self) -> bool:
         """Whether the stream has ended."""
         return self._reader.done()

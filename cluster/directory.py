@@ -6,10 +6,11 @@ It holds nothing that its callers do not know: if it is lost, the next report ma
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
+from cluster.siblings import FrontEndReport
 from worker.replica_record import ReplicaRecord
 
 NAME = "crosskv-directory"
@@ -36,6 +37,7 @@ class Directory:
     def __init__(self) -> None:
         self._complete_from = time.monotonic() + EXPIRY_SECONDS
         self._records: dict[str, tuple[ReplicaRecord, float]] = {}
+        self._front_ends: dict[str, tuple[FrontEndReport, float]] = {}
 
     def report(self, record: ReplicaRecord) -> Listing:
         """Renew one replica's entry; returns every live one."""
@@ -51,6 +53,20 @@ class Directory:
         now = time.monotonic()
         self._records = {name: entry for name, entry in self._records.items() if now - entry[1] < EXPIRY_SECONDS}
         return Listing(tuple(record for record, _ in self._records.values()), now >= self._complete_from)
+
+    def exchange(self, report: FrontEndReport) -> tuple[FrontEndReport, ...]:
+        """Take one front end's report; returns those of all, with numbers of those at its address."""
+        now = time.monotonic()
+        self._front_ends[report.name] = (report, now)
+        self._front_ends = {k: entry for k, entry in self._front_ends.items() if now - entry[1] < EXPIRY_SECONDS}
+        return tuple(
+            each if each.address == report.address else replace(each, metrics="")
+            for each, _ in self._front_ends.values()
+        )
+
+    def remove_front_end(self, name: str) -> None:
+        """A front end ends in an orderly way."""
+        self._front_ends.pop(name, None)
 
 
 class DirectoryClient:
@@ -87,6 +103,21 @@ class DirectoryClient:
         async with asyncio.timeout(ANSWER_SECONDS):
             await self._handle().remove.remote(incarnation)
 
+    async def exchange(self, report: FrontEndReport) -> tuple[FrontEndReport, ...]:
+        """Renew a front end's entry; returns every live one."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reports: tuple[FrontEndReport, ...] = await self._handle().exchange.remote(report)
+                return reports
+        except ray.exceptions.RayActorError:
+            self._actor = None
+            raise
+
+    async def remove_front_end(self, name: str) -> None:
+        """A front end ends in an orderly way."""
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await self._handle().remove_front_end.remote(name)
+
     def _merge(self, listing: Listing) -> list[ReplicaRecord]:
         """What is known after ``listing``: absence from an incomplete one means nothing."""
         listed = {record.incarnation: record for record in listing.records}
@@ -106,6 +137,12 @@ def directory_actor(namespace: str) -> "ray.actor.ActorHandle":
         .options(name=NAME, namespace=namespace, get_if_exists=True, lifetime="detached", num_cpus=0, resources=ON_HEAD)
         .remote()
     )
+
+
+def this_node() -> str:
+    """Ray's name of the machine that this process runs on."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def stop_directory(namespace: str) -> None:

@@ -4,9 +4,18 @@ One ``EngineClient`` serves a front end for its whole life. It routes requests; 
 """
 
 from collections.abc import AsyncGenerator
+from enum import StrEnum
 from typing import Protocol
 
 from worker.wire.engine_pb2 import Output, StatusReply, Submit
+
+
+class Retry(StrEnum):
+    """Why a request is given to one more replica."""
+
+    LOST = "lost"
+    SENT_AWAY = "sent_away"
+    NO_ROOM = "no_room"
 
 
 class EngineError(Exception):

@@ -8,22 +8,27 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from cluster.directory import DirectoryClient
+from cluster.directory import DirectoryClient, this_node
 from cluster.farewell import Farewell
 from cluster.http_connection import ConnectionLimits
 from cluster.http_server import http_server
 from cluster.listener import BACKLOG, bind, turn_away
 from cluster.model_store import resolve_model
+from cluster.monitoring.exposition import front_end_text
 from cluster.openai.api_keys import ApiKey, ApiKeys
 from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
+from cluster.placement_metrics import PlacementMetrics
 from cluster.replica_set import ReplicaSet
+from cluster.siblings import Siblings
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer, TokenizerConfig
 from cluster.text.tool_calls import ToolCallStyle
@@ -78,6 +83,7 @@ class FrontEnd:
         self._socket = bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
+        self._name = f"front-end-{uuid.uuid4().hex[:12]}"
         self._listening = threading.Event()
         self._farewell = Farewell()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="http", daemon=True)
@@ -103,12 +109,20 @@ class FrontEnd:
         self._thread.join(self._config.drain_seconds + STOP_SECONDS)
 
     async def _serve(self) -> None:
-        config = self._config
+        config, registry = self._config, CollectorRegistry()
+        directory = DirectoryClient(config.directory)
         self._replicas = ReplicaSet(
-            DirectoryClient(config.directory).live,
+            directory.live,
             needs_prefill=config.needs_prefill,
             token=self._token,
             request_timeout=config.request_timeout,
+            metrics=PlacementMetrics(registry),
+        )
+        siblings = Siblings(
+            self._name,
+            f"{this_node()}:{config.port}",
+            lambda: front_end_text(registry, self._name),
+            directory.exchange,
         )
         self._replicas.start()
         app = build_app(
@@ -117,14 +131,20 @@ class FrontEnd:
             chat_template=self._chat_template,
             model=config.model,
             limits=ApiLimits(max_body_bytes=config.max_body_bytes),
-            metrics=CollectorRegistry(),
+            metrics=registry,
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
             tool_calls=config.tool_calls,
+            siblings=siblings,
         )
         self._server = http_server(
-            self._farewell.around(app), self._tls, config.drain_seconds, ConnectionLimits(config.max_connections)
+            self._farewell.around(app),
+            self._tls,
+            config.drain_seconds,
+            ConnectionLimits(config.max_connections),
+            refused=app.state.metrics.failed,
         )
+        following = asyncio.create_task(siblings.follow())
         try:
             # Until something can be answered, a client should see that nobody listens, not an error.
             while not (self._replicas.ready() or self._server.should_exit):  # noqa: ASYNC110 (readiness has no event)
@@ -133,6 +153,9 @@ class FrontEnd:
             self._listening.set()
             await self._server.serve([self._socket])
         finally:
+            following.cancel()
+            with suppress(Exception):
+                await directory.remove_front_end(self._name)
             await self._replicas.stop()
 
 

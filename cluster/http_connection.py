@@ -5,10 +5,15 @@ long to take what it is sent; beyond that it is disconnected, and so is whoever 
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cluster.openai.error_code import ErrorCode
+from cluster.openai.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +28,14 @@ class ConnectionLimits:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """See the module. The timer that runs is that of what the client owes next."""
+    """See the module. The timer that runs is that of what the client owes next. ``refused`` is told of refusals."""
 
-    def __init__(self, *arguments: Any, limits: ConnectionLimits, **named: Any) -> None:
+    def __init__(
+        self, *arguments: Any, limits: ConnectionLimits, refused: Callable[[ApiError], None], **named: Any
+    ) -> None:
         super().__init__(*arguments, **named)
         self._limits = limits
+        self._refused = refused
         self._in_headers = True
         self._header_bytes = 0
         self._owed: asyncio.TimerHandle | None = None
@@ -37,7 +45,8 @@ class BoundedConnection(HttpToolsProtocol):
         """A client has connected: it owes headers."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
-            self._refuse(b"503 Service Unavailable", b"retry-after: 1\r\n")
+            limit = self._limits.connections
+            self._refuse(ApiError(ErrorCode.TOO_MANY_CONNECTIONS, f"all {limit} connections are taken", retry_after=1))
         else:
             self._owe(self._limits.header_seconds)
 
@@ -55,7 +64,8 @@ class BoundedConnection(HttpToolsProtocol):
         if began_in_headers and self._in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > self._limits.header_bytes:
-                self._refuse(b"431 Request Header Fields Too Large")
+                limit = self._limits.header_bytes
+                self._refuse(ApiError(ErrorCode.HEADERS_TOO_LARGE, f"the headers are larger than {limit} bytes"))
 
     def on_message_begin(self) -> None:
         """A request's first bytes: it owes the rest of its headers."""
@@ -88,19 +98,23 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _owe(self, seconds: float) -> None:
         self._settle()
-        self._owed = self.loop.call_later(seconds, self._refuse, b"408 Request Timeout")
+        late = ApiError(ErrorCode.REQUEST_TIMEOUT, f"the request was not complete after {seconds:g} s")
+        self._owed = self.loop.call_later(seconds, self._refuse, late)
 
     def _settle(self) -> None:
         if self._owed is not None:
             self._owed.cancel()
             self._owed = None
 
-    def _refuse(self, status: bytes, header: bytes = b"") -> None:
+    def _refuse(self, error: ApiError) -> None:
         """Say so, unless an answer to this or an earlier request is on its way, and hang up."""
         self._settle()
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-            head = b"HTTP/1.1 " + status + b"\r\n" + header
-            self.transport.write(head + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            self._refused(error)
+            status, response = HTTPStatus(error.status), error.response()
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            lines = [f"HTTP/1.1 {status} {status.phrase}".encode(), *(name + b": " + value for name, value in headers)]
+            self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
         self.transport.close()

@@ -6,14 +6,16 @@ One per front end, on its event loop, for its whole life. It implements ``Engine
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from cluster.decode_session import STATUS_SECONDS, DecodeSession, ReplicaLost
-from cluster.engine_client import EngineOverloaded, EngineTimeout, EngineUnavailable, PoisonRequest
+from cluster.engine_client import EngineOverloaded, EngineTimeout, EngineUnavailable, PoisonRequest, Retry
+from cluster.placement_metrics import PlacementMetrics
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
 from cluster.transcript import Transcript
 from kv_transfer.cluster_token import ClusterToken, metadata_of
@@ -69,15 +71,18 @@ class ReplicaSet:
         token: ClusterToken | None = None,
         patience: float = PATIENCE_SECONDS,
         request_timeout: float = 600.0,
+        metrics: PlacementMetrics | None = None,
     ) -> None:
         self._live = live
         self._needs_prefill = needs_prefill
         self._token = token
         self._patience = patience
         self._request_timeout = request_timeout
+        self._metrics = metrics or PlacementMetrics(CollectorRegistry())
         self._sessions: dict[str, DecodeSession] = {}
         self._listed: AbstractSet[str] = frozenset()
         self._prefill: dict[str, ReplicaRecord] = {}
+        self._lost: set[str] = set()
         self._index = PrefixIndex()
         self._tasks: list[asyncio.Task[None]] = []
         self._woken = -math.inf
@@ -116,6 +121,7 @@ class ReplicaSet:
             except ReplicaLost as lost:
                 log.warning("%s has lost %s: %s", submit.request_id, name, lost)
                 if self._has_just_woken():
+                    self._metrics.retried(Retry.LOST)
                     continue
                 avoided.add(name)
                 deaths += 1
@@ -123,10 +129,13 @@ class ReplicaSet:
                     raise PoisonRequest(
                         f"{deaths} replicas died while they had this request; it is not given to another one"
                     ) from None
+                self._metrics.retried(Retry.LOST)
             except _SentAway as reason:
                 log.info("%s goes from %s to another replica: %s", submit.request_id, name, reason)
                 avoided.add(name)
+                self._metrics.retried(Retry.SENT_AWAY)
             except _NoRoom as reason:
+                self._metrics.retried(Retry.NO_ROOM)
                 await asyncio.sleep(reason.seconds)
         raise EngineUnavailable(f"{MAX_PLACEMENTS} replicas were asked, and none could serve this request to its end")
 
@@ -144,7 +153,9 @@ class ReplicaSet:
         decode = [session.status() for session in self._sessions.values() if session.usable]
         prefill = [_status(record, self._token) for record in self._prefill.values()]
         replies = await asyncio.gather(*decode, *prefill, return_exceptions=True)
-        return [reply for reply in replies if isinstance(reply, wire.StatusReply)]
+        found = [reply for reply in replies if isinstance(reply, wire.StatusReply)]
+        self._metrics.reports_missing(len(replies) - len(found))
+        return found
 
     async def _run(
         self, session: DecodeSession, transcript: Transcript, deadline: float
@@ -173,6 +184,9 @@ class ReplicaSet:
                     raise _NoRoom(error.retry_after_ms / 1e3)
                 else:
                     # An error ends the request, whatever its number of choices.
+                    if error.kind not in (wire.ERROR_KIND_INVALID, wire.ERROR_KIND_OVERLOADED):
+                        name = session.record.incarnation
+                        log.warning("%s failed on %s: %s", submits[0].request_id, name, error.reason)
                     yield outputs
                     return
         finally:
@@ -224,6 +238,7 @@ class ReplicaSet:
             looked = now
             for session in self._sessions.values():
                 session.look(now)
+            self._count_lost()
             await asyncio.sleep(LOOK_SECONDS)
 
     def _has_just_woken(self) -> bool:
@@ -236,9 +251,27 @@ class ReplicaSet:
                 session.beat()
             await asyncio.sleep(BEAT_SECONDS)
 
+    def _count_lost(self) -> None:
+        """Sessions tell of generating replicas, unless it was this front end that did not run."""
+        lost = {name for name, session in self._sessions.items() if session.lost}
+        for name in lost - self._lost if not self._has_just_woken() else ():
+            log.warning("%s is gone", name)
+            self._metrics.lost(self._sessions[name].record.role)
+        self._lost = lost
+
+    def _count_lost_prefill(self, found: Mapping[str, ReplicaRecord]) -> None:
+        """Of prefill replicas the directory tells."""
+        for name, record in self._prefill.items():
+            if name not in found and not record.draining:
+                log.warning("%s is gone", name)
+                self._metrics.lost(record.role)
+
     def _update(self, records: Sequence[ReplicaRecord]) -> None:
         generating = {record.incarnation: record for record in records if record.role is not Role.PREFILL}
-        self._prefill = {record.incarnation: record for record in records if record.role is Role.PREFILL}
+        prefill = {record.incarnation: record for record in records if record.role is Role.PREFILL}
+        self._count_lost()
+        self._count_lost_prefill(prefill)
+        self._prefill = prefill
         self._listed = generating.keys()
         for name, session in list(self._sessions.items()):
             if session.broken or (name not in generating and session.open_requests == 0):

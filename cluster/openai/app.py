@@ -17,11 +17,13 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from cluster.engine_client import EngineClient, EngineError
+from cluster.monitoring.exposition import exposition, front_end_text
 from cluster.openai.api_keys import ApiKeys
 from cluster.openai.authentication import Authentication
 from cluster.openai.chat_completions import ChatCompletions
 from cluster.openai.completions import Completions
 from cluster.openai.description import describe_api
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError, from_engine, from_status
 from cluster.openai.event_stream import as_api_error
 from cluster.openai.exchange import answered, generate, parse
@@ -32,6 +34,7 @@ from cluster.openai.protocol import DetokenizeBody, TokenizeBody
 from cluster.openai.sampling import check_model
 from cluster.openai.serving import Serving
 from cluster.openai.tokenization import detokenize, tokenize, tokenizer_info
+from cluster.siblings import Siblings
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import FORMATS, ToolCallStyle, format_of_template
@@ -53,8 +56,10 @@ def build_app(
     api_keys: ApiKeys | None = None,
     prefix_cache_per_key: bool = False,
     tool_calls: ToolCallStyle = ToolCallStyle.AUTO,
+    siblings: Siblings | None = None,
 ) -> FastAPI:
-    """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers.
+    """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers, and
+    beside those of ``siblings``. ``app.state.metrics`` is what it counts with.
 
     Without ``api_keys`` everybody may use it. With ``prefix_cache_per_key`` each caller has cached prefixes of its own.
     ``tool_calls`` is how the model writes calls of tools.
@@ -63,6 +68,7 @@ def build_app(
     shown = None if chat_template is None else format_of_template(chat_template.source)
     calls = shown if tool_calls is ToolCallStyle.AUTO else FORMATS[tool_calls]
     metrics_here = FrontEndMetrics(metrics)
+    metrics_here.ready.set_function(lambda: float(engine.ready()))
     serving = Serving(engine, tokenizer, prompts, model, limits, metrics_here, prefix_cache_per_key, calls)
 
     @asynccontextmanager
@@ -71,12 +77,13 @@ def build_app(
         prompts.close()
 
     app = FastAPI(title="crosskv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Authentication, keys=api_keys or ApiKeys())
-    _add_error_handlers(app)
+    app.state.metrics = metrics_here
+    app.add_middleware(Authentication, keys=api_keys or ApiKeys(), refused=metrics_here.failed)
+    _add_error_handlers(app, metrics_here)
     _add_generation(app, serving)
     _add_models(app, model)
     _add_tokenization(app, serving)
-    _add_operation(app, serving)
+    _add_operation(app, serving, siblings)
     return app
 
 
@@ -119,21 +126,21 @@ def _add_tokenization(app: FastAPI, serving: Serving) -> None:
         async def handle(data: bytes) -> dict[str, Any]:
             return await tokenize(parse(TokenizeBody, data), serving)
 
-        return await answered(request, serving.limits.max_body_bytes, handle)
+        return await answered(request, serving.limits.max_body_bytes, serving.metrics, handle)
 
     @app.post("/detokenize")
     async def detokenize_route(request: Request) -> Response:
         async def handle(data: bytes) -> dict[str, Any]:
             return detokenize(parse(DetokenizeBody, data), serving)
 
-        return await answered(request, serving.limits.max_body_bytes, handle)
+        return await answered(request, serving.limits.max_body_bytes, serving.metrics, handle)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info_route() -> Response:
         return _json(tokenizer_info(serving))
 
 
-def _add_operation(app: FastAPI, serving: Serving) -> None:
+def _add_operation(app: FastAPI, serving: Serving, siblings: Siblings | None) -> None:
     description = describe_api()
 
     @app.get("/openapi.json")
@@ -151,38 +158,44 @@ def _add_operation(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/metrics")
     async def metrics_route() -> Response:
+        statuses = None
         try:
-            statuses = await _statuses(serving.engine)
+            if siblings is None or siblings.shows_replicas:
+                statuses = await _statuses(serving.engine)
         except ApiError as error:  # what is measured here is worth showing all the same
             _logger.warning("metrics are without the replicas' part: %s", error)
-            statuses = []
-        return Response(serving.metrics.text(statuses), media_type=CONTENT_TYPE_LATEST)
+        front_ends = [front_end_text(serving.metrics.registry)] if siblings is None else siblings.metrics()
+        return Response(exposition(front_ends, statuses), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/cluster")
     async def cluster_route() -> Response:
         return _json([_as_dict(status) for status in await _statuses(serving.engine)])
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, metrics: FrontEndMetrics) -> None:
+    def refused(error: ApiError) -> Response:
+        metrics.failed(error)
+        return error.response()
+
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response()
+        return refused(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         detail = f"{request.method} {request.url.path}: {error.detail}"
-        return from_status(error.status_code, detail, dict(error.headers or {})).response()
+        return refused(from_status(error.status_code, detail, dict(error.headers or {})))
 
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return refused(as_api_error(error))
 
 
 async def _statuses(engine: EngineClient) -> list[StatusReply]:
     try:
         return await asyncio.wait_for(engine.statuses(), _STATUS_TIMEOUT)
     except TimeoutError:
-        raise ApiError(504, f"the replicas have not reported within {_STATUS_TIMEOUT} s") from None
+        raise ApiError(ErrorCode.TIMEOUT, f"the replicas have not reported within {_STATUS_TIMEOUT} s") from None
     except EngineError as error:
         raise from_engine(error) from None
 
@@ -196,5 +209,9 @@ def _as_dict(message: Message) -> dict[str, Any]:
     fields = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
-        fields[field.name] = value if field.message_type is None else _as_dict(value)
+        if isinstance(value, Message):
+            value = _as_dict(value)
+        elif field.message_type is not None:
+            value = dict(value)
+        fields[field.name] = value
     return fields

@@ -4,10 +4,13 @@ It looks at the header alone, before any of the body is read. What is inside fin
 with ``caller_of``.
 """
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.openai.api_keys import ANYBODY, ApiKeys, Caller
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
@@ -15,11 +18,12 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 class Authentication:
-    """ASGI middleware around one application."""
+    """ASGI middleware around one application. ``refused`` is told what clients were told."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Callable[[ApiError], None]) -> None:
         self._app = app
         self._keys = keys
+        self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a request, as ASGI has it."""
@@ -28,7 +32,9 @@ class Authentication:
             # Two headers are an attempt to have two readers see different ones.
             caller = self._keys.caller(headers[0] if len(headers) == 1 else b"")
             if caller is None and scope["path"] not in OPEN_PATHS:
-                await _refusal(given=bool(headers)).response()(scope, receive, send)
+                refusal = _refusal(given=bool(headers))
+                self._refused(refusal)
+                await refusal.response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller or ANYBODY
         await self._app(scope, receive, send)
@@ -42,10 +48,9 @@ def caller_of(request: Request) -> Caller:
 
 def _refusal(*, given: bool) -> ApiError:
     return ApiError(
-        401,
+        ErrorCode.INVALID_API_KEY,
         "this API key is not known here"
         if given
         else "an API key is needed: send it in the header Authorization: Bearer KEY",
-        code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from cluster.openai.api_keys import Caller
 from cluster.openai.choice import Delta
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import invalid
 from cluster.openai.event_stream import DONE, ChunkWriter
 from cluster.openai.exchange import Answer, parse
@@ -76,7 +77,7 @@ class ChatCompletions:
             raise invalid(
                 f"tools: model {name}'s chat template does not show how it calls tools; --tool-call-parser says it",
                 "tools",
-                "unsupported_parameter",
+                ErrorCode.UNSUPPORTED_PARAMETER,
             )
         grammar = tool_grammar(
             tools, body.tool_choice, body.parallel_tool_calls is not False, format, self._serving.tokenizer

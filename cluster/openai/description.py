@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.protocol import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES: dict[str, tuple[type[BaseModel], str]] = {
@@ -33,7 +34,7 @@ _ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
+                "code": {"type": "string", "enum": [code.text for code in ErrorCode]},
             },
             "required": ["message", "type", "param", "code"],
         }

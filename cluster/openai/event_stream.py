@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from cluster.openai.error_code import DISCONNECTED, ErrorCode
 from cluster.openai.errors import ApiError
-from cluster.openai.metrics import DISCONNECTED
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -46,27 +46,28 @@ class EventStream(StreamingResponse):
 
     The response begins with the first event, so that a request that fails before has its own status. One that fails
     later ends with an error event and without ``[DONE]``. When the client leaves, the source of events is closed.
-    ``on_end`` is told the status in each case.
+    ``on_end`` is told the status in each case, and what the client was told of a failure.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[int], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[int, ApiError | None], None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
         self._events = events
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response, as ASGI has it."""
-        status = DISCONNECTED
+        status, failure = DISCONNECTED, None
         try:
-            status = await while_connected(receive, self._run(scope, receive, send))
+            failure = await while_connected(receive, self._run(scope, receive, send))
+            status = 200 if failure is None else failure.status
         except ClientDisconnect:
             return
         finally:
-            self._on_end(status)
+            self._on_end(status, failure)
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         began = False
-        status = 200
+        failure: ApiError | None = None
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
@@ -78,13 +79,12 @@ class EventStream(StreamingResponse):
             raise ClientDisconnect from error
         except Exception as error:
             failure = as_api_error(error)
-            status = failure.status
             if not began:
                 await failure.response()(scope, receive, send)
-                return status
+                return failure
             await send({"type": "http.response.body", "body": b"data: " + failure.body() + b"\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return status
+        return failure
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -92,7 +92,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     _logger.error("a request failed unexpectedly\n%s", without_content(error))
-    return ApiError(500, "internal error; the server's log has the details")
+    return ApiError(ErrorCode.INTERNAL_ERROR, "internal error; the server's log has the details")
 
 
 def without_content(error: BaseException) -> str:

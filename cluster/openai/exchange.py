@@ -12,11 +12,12 @@ from starlette.requests import ClientDisconnect
 
 from cluster.openai.api_keys import Caller
 from cluster.openai.authentication import caller_of
+from cluster.openai.error_code import DISCONNECTED, ErrorCode
 from cluster.openai.errors import ApiError, from_validation, invalid
 from cluster.openai.event_stream import EventStream, as_api_error, while_connected
 from cluster.openai.json_bounds import require_few_containers
 from cluster.openai.limits import ApiLimits
-from cluster.openai.metrics import DISCONNECTED, FrontEndMetrics
+from cluster.openai.metrics import FrontEndMetrics
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -43,7 +44,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if "expect" not in request.headers:
             await _forget(parts, _FORGOTTEN_BODIES * max_bytes)
         # What is still on its way makes the connection useless for another request.
-        raise ApiError(413, f"the request body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+        raise ApiError(
+            ErrorCode.BODY_TOO_LARGE,
+            f"the request body is larger than {max_bytes} bytes (--max-body-size)",
+            headers={"Connection": "close"},
+        )
     complete = bytes(body)
     await require_few_containers(complete)
     return complete
@@ -88,14 +93,18 @@ def parse(kind: type[B], body: bytes) -> B:
         raise from_validation(error) from None
 
 
-async def answered(request: Request, max_bytes: int, handler: Callable[[bytes], Awaitable[Any]]) -> Response:
+async def answered(
+    request: Request, max_bytes: int, metrics: FrontEndMetrics, handler: Callable[[bytes], Awaitable[Any]]
+) -> Response:
     """Answer with what ``handler`` makes of the body, as JSON."""
     try:
         return Response(to_json(await handler(await read_body(request, max_bytes))), media_type="application/json")
     except ClientDisconnect:
         return Response(status_code=DISCONNECTED)  # nobody hears it
     except Exception as error:
-        return as_api_error(error).response()
+        failure = as_api_error(error)
+        metrics.failed(failure)
+        return failure.response()
 
 
 async def generate(
@@ -107,9 +116,11 @@ async def generate(
     """Answer with what ``handler`` makes of the caller's body and timeout: JSON, or the events of a stream."""
     metrics.running.inc()
 
-    def ended(status: int) -> None:
+    def ended(status: int, failure: ApiError | None = None) -> None:
         metrics.running.dec()
         metrics.requests.labels(str(status)).inc()
+        if failure is not None:
+            metrics.failed(failure)
 
     async def answer(body: bytes, seconds: float | None) -> Answer:
         return await handler(body, caller_of(request), seconds)
@@ -123,7 +134,7 @@ async def generate(
         return Response(status_code=DISCONNECTED)  # nobody hears it
     except Exception as error:
         failure = as_api_error(error)
-        ended(failure.status)
+        ended(failure.status, failure)
         return failure.response()
     except BaseException:
         ended(DISCONNECTED)

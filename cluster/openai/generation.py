@@ -5,14 +5,16 @@ the end or because the client left, aborts what still runs.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from cluster.engine_client import EngineClient, EngineError
+from cluster.engine_client import EngineClient, EngineError, EngineOverloaded
 from cluster.openai.choice import Choice, Delta
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError, from_engine, from_output
-from cluster.openai.metrics import FrontEndMetrics, TokenClock
+from cluster.openai.metrics import FrontEndMetrics, RequestPhases, TokenClock
 from cluster.openai.prompts import Prompt
 from cluster.openai.sampling import StopRule
 from cluster.openai.usage import Usage
@@ -27,6 +29,8 @@ from worker.wire.engine_pb2 import (
     Submit,
     TokenLogprobs,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,10 @@ class Generation:
         entries: Sequence[TokenLogprobs] = () if info is None else info.prompt_logprobs
         expected = len(self.plan.prompts[prompt_index].token_ids) - 1
         if len(entries) != expected:
-            raise ApiError(500, f"the engine sent {len(entries)} prompt logprobs where {expected} were expected")
+            raise ApiError(
+                ErrorCode.REPLICA_FAILED,
+                f"the engine sent {len(entries)} prompt logprobs where {expected} were expected",
+            )
         return entries
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
@@ -114,7 +121,7 @@ class Generation:
                 if deltas:
                     yield deltas
         if not all(choice.finished for choice in self._choices):
-            raise ApiError(500, "the engine ended the request before every choice had ended")
+            raise ApiError(ErrorCode.REPLICA_FAILED, "the engine ended the request before every choice had ended")
         self._clock.finish()
 
     async def _one(self, submit: Submit, prompt_index: int) -> AsyncGenerator[list[Delta], None]:
@@ -127,6 +134,8 @@ class Generation:
                     if all(choice.finished for choice in choices):
                         return  # which aborts choices that the engine would go on with after a stop string
         except EngineError as error:
+            level = logging.DEBUG if isinstance(error, EngineOverloaded) else logging.WARNING
+            _logger.log(level, "%s failed: %s", submit.request_id, type(error).__name__)
             raise from_engine(error) from None
 
     async def _several(self, submits: Sequence[Submit]) -> AsyncGenerator[list[Delta], None]:
@@ -164,14 +173,15 @@ class Generation:
         if output.finish_reason == FINISH_REASON_ERROR:
             raise from_output(output.error)
         if output.finish_reason == FINISH_REASON_ABORT:
-            raise ApiError(503, "the request was aborted by the replica that had it", retry_after=1)
+            raise ApiError(ErrorCode.UNAVAILABLE, "the request was aborted by the replica that had it", retry_after=1)
         if output.choice >= len(choices):
-            raise ApiError(500, f"the engine sent choice {output.choice} of {len(choices)}")
+            raise ApiError(ErrorCode.REPLICA_FAILED, f"the engine sent choice {output.choice} of {len(choices)}")
         if output.HasField("prompt_info") and prompt_index in self._prompt_infos:
             self.usage.add_resumption(output.prompt_info)
             self._metrics.resumptions.inc()
         elif output.HasField("prompt_info"):
             self._prompt_infos[prompt_index] = output.prompt_info
+            self._metrics.observe(RequestPhases.of(output.prompt_info))
             self.usage.add_prompt(output.prompt_info)
             self._metrics.prompt_tokens.inc(len(self.plan.prompts[prompt_index].token_ids))
         choice = choices[output.choice]

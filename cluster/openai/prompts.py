@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError, invalid, not_supported
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.protocol import ChatMessage, ToolCall, refuse_unsupported_messages
@@ -86,7 +87,9 @@ class PromptEncoder:
         template = self._chat_template
         if template is None:
             raise invalid(
-                f"model {self._model.name} has no chat template; use /v1/completions", "messages", "no_chat_template"
+                f"model {self._model.name} has no chat template; use /v1/completions",
+                "messages",
+                ErrorCode.NO_CHAT_TEMPLATE,
             )
         refuse_unsupported_messages(messages)
         self._require_tools(template, messages, tools)
@@ -121,7 +124,9 @@ class PromptEncoder:
         param = param or next((f"messages.{i}" for i, message in enumerate(messages) if message.about_tools), None)
         if param is not None:
             raise invalid(
-                f"{param}: the chat template of model {self._model.name} knows no tools", param, "unsupported_parameter"
+                f"{param}: the chat template of model {self._model.name} knows no tools",
+                param,
+                ErrorCode.UNSUPPORTED_PARAMETER,
             )
 
     def _check_characters(self, characters: int, param: str) -> None:
@@ -131,7 +136,7 @@ class PromptEncoder:
                 f"{param} has {characters} characters; at most {most} are allowed, "
                 f"{self._limits.max_characters_per_token} for each token of the model's context (max_model_len)",
                 param,
-                "context_length_exceeded",
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             )
 
     async def _of_item(self, item: Any, add_special_tokens: bool) -> Prompt:
@@ -155,7 +160,7 @@ class PromptEncoder:
             return work()
         if self._queued >= _QUEUED_TEXTS:
             raise ApiError(
-                429, f"{self._queued} long prompts wait to be tokenized already", code="overloaded", retry_after=1
+                ErrorCode.OVERLOADED, f"{self._queued} long prompts wait to be tokenized already", retry_after=1
             )
         self._queued += 1
         try:
@@ -173,7 +178,7 @@ def check_length(length: int, reserved: int, model: ModelCard, param: str) -> No
         raise invalid(
             f"{param} has {length} tokens{room}, but the model's context (max_model_len) holds {model.max_model_len}",
             param,
-            "context_length_exceeded",
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
         )
 
 

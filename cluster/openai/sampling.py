@@ -7,6 +7,7 @@ import math
 import secrets
 from dataclasses import dataclass
 
+from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError, invalid
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.protocol import GenerationBody
@@ -30,10 +31,9 @@ def check_model(name: str | None, model: ModelCard) -> None:
     """Refuse the name of a model that is not served; no name means the one that is."""
     if name is not None and name != model.name:
         raise ApiError(
-            404,
+            ErrorCode.MODEL_NOT_FOUND,
             f"the model {name!r:.200} does not exist; this server has {model.name!r}",
             param="model",
-            code="model_not_found",
         )
 
 
@@ -107,7 +107,7 @@ def max_tokens_of(
             f"{param} is {requested}, but the prompt's {prompt_len} tokens leave {room} of the model's context "
             f"(max_model_len) of {model.max_model_len} tokens",
             param,
-            "context_length_exceeded",
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
         )
     else:
         max_tokens = requested

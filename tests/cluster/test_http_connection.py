@@ -1,5 +1,6 @@
 """Clients that connect and then do not behave, beside one that does."""
 
+import json
 import socket
 import threading
 import time
@@ -49,9 +50,23 @@ def make_app() -> FastAPI:
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    with listening(http_server(make_app(), None, 1.0, LIMITS)) as endpoint:
+def told() -> list[str]:
+    """Codes that clients were told."""
+    return []
+
+
+@pytest.fixture
+def endpoint(told: list[str]) -> Iterator[Endpoint]:
+    with listening(http_server(make_app(), None, 1.0, LIMITS, lambda error: told.append(error.code.text))) as endpoint:
         yield endpoint
+
+
+def code_in(answer: bytes) -> str:
+    """The code in the body of a connection's only answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    assert head.count(b"connection: close") == 1
+    return json.loads(body)["error"]["code"]
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -82,6 +97,7 @@ def test_a_client_that_does_not_finish_its_request_is_disconnected(endpoint: End
         connection.sendall(said)
         answer = everything(connection)
     assert b"408 Request Timeout" in answer or (b"200 OK" in answer and said.startswith(b"GET /v1/models HTTP"))
+    assert b"200 OK" in answer or code_in(answer) == "request_timeout"
 
 
 def send_until_refused(connection: socket.socket, part: bytes, pause: float) -> None:
@@ -109,7 +125,9 @@ def test_headers_without_end_are_refused(endpoint: Endpoint) -> None:
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nX-Long: " + b"x" * LIMITS.header_bytes)
         time.sleep(0.05)
         connection.sendall(b"x" * LIMITS.header_bytes)
-        assert b"431 " in everything(connection)
+        answer = everything(connection)
+    assert b"431 " in answer
+    assert code_in(answer) == "headers_too_large"
 
 
 def test_one_that_takes_nothing_is_disconnected(endpoint: Endpoint) -> None:
@@ -120,13 +138,15 @@ def test_one_that_takes_nothing_is_disconnected(endpoint: Endpoint) -> None:
         everything(connection)
 
 
-def test_connections_beyond_the_limit_are_refused_and_room_comes_back(endpoint: Endpoint) -> None:
+def test_connections_beyond_the_limit_are_refused_and_room_comes_back(endpoint: Endpoint, told: list[str]) -> None:
     with ExitStack() as stack:
         for _ in range(LIMITS.connections):
             stack.enter_context(endpoint.connect())
         answer = everything(stack.enter_context(endpoint.connect()))
         assert b"503 " in answer
         assert b"retry-after: 1" in answer
+        assert code_in(answer) == "too_many_connections"
+    assert "too_many_connections" in told
     deadline = time.monotonic() + PATIENCE
     while httpx.get(endpoint.url() + "/v1/models").status_code != 200:
         assert time.monotonic() < deadline

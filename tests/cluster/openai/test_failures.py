@@ -23,17 +23,17 @@ def failed(kind: engine_pb2.ErrorKind, message: str = "why", retry_after_ms: int
 
 
 FAILURES = {
-    "invalid": (failed(engine_pb2.ERROR_KIND_INVALID), 400, None),
-    "overloaded": (failed(engine_pb2.ERROR_KIND_OVERLOADED, retry_after_ms=2500), 429, "3"),
-    "timeout": (failed(engine_pb2.ERROR_KIND_TIMEOUT), 504, None),
-    "internal": (failed(engine_pb2.ERROR_KIND_INTERNAL), 500, None),
-    "unavailable": (failed(engine_pb2.ERROR_KIND_UNAVAILABLE), 503, "1"),
-    "unspecified": (failed(engine_pb2.ERROR_KIND_UNSPECIFIED), 500, None),
-    "no replica": (EngineUnavailable("why"), 503, "1"),
-    "all full": (EngineOverloaded("why", 7.2), 429, "8"),
-    "deadline": (EngineTimeout("why"), 504, None),
-    "poison": (PoisonRequest("why"), 500, None),
-    "other": (EngineError("why"), 500, None),
+    "invalid": (failed(engine_pb2.ERROR_KIND_INVALID), 400, "invalid_request", None),
+    "overloaded": (failed(engine_pb2.ERROR_KIND_OVERLOADED, retry_after_ms=2500), 429, "overloaded", "3"),
+    "timeout": (failed(engine_pb2.ERROR_KIND_TIMEOUT), 504, "timeout", None),
+    "internal": (failed(engine_pb2.ERROR_KIND_INTERNAL), 500, "replica_failed", None),
+    "unavailable": (failed(engine_pb2.ERROR_KIND_UNAVAILABLE), 503, "unavailable", "1"),
+    "unspecified": (failed(engine_pb2.ERROR_KIND_UNSPECIFIED), 500, "replica_failed", None),
+    "no replica": (EngineUnavailable("why"), 503, "unavailable", "1"),
+    "all full": (EngineOverloaded("why", 7.2), 429, "overloaded", "8"),
+    "deadline": (EngineTimeout("why"), 504, "timeout", None),
+    "poison": (PoisonRequest("why"), 500, "poison_request", None),
+    "other": (EngineError("why"), 500, "replica_failed", None),
 }
 
 
@@ -41,18 +41,19 @@ FAILURES = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=["chat", "text", "batch"])
 async def test_before_the_answer_begins(client, name: str, stream: bool, path: str, body: dict) -> None:
-    step, status, retry_after = FAILURES[name]
+    step, status, code, retry_after = FAILURES[name]
     async with client(ScriptedEngine(lambda _: [step])) as http:
         response = await http.post(path, json=body | {"stream": stream})
     assert response.status_code == status
     assert response.json()["error"]["message"] == "why"
+    assert response.json()["error"]["code"] == code
     assert response.headers.get("retry-after") == retry_after
 
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=["chat", "text", "batch"])
 async def test_in_the_middle(client, name: str, path: str, body: dict) -> None:
-    step, status, _ = FAILURES[name]
+    step, status, code, _ = FAILURES[name]
 
     def script(submit: Submit):
         yield from emit(submit, [40, 41, 42])[:2]
@@ -70,6 +71,7 @@ async def test_in_the_middle(client, name: str, path: str, body: dict) -> None:
     assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
     assert last["error"]["message"] == "why"
     assert f'crosskv_requests_total{{status="{status}"}} 2.0' in metrics
+    assert f'crosskv_request_failures_total{{code="{code}"}} 2.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,6 +103,7 @@ async def test_a_defect_is_a_500_that_shows_nothing_of_the_inside(client, stream
             response = await http.post("/v1/completions", json=body | {"stream": stream})
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
+        assert response.json()["error"]["code"] == "internal_error"
         assert "secret" not in response.text
 
 

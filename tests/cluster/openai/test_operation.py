@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.engine_client import EngineUnavailable
 from cluster.openai.limits import ApiLimits
 from cluster.text.tokenizer import Tokenizer
-from tests.cluster.scripted_engine import ScriptedEngine, always
-from worker.wire.engine_pb2 import Counters, Load, StatusReply
+from tests.cluster.scripted_engine import TRANSFER, ScriptedEngine, always, emit, prompt_info
+from worker.wire.engine_pb2 import Counters, Load, StatusReply, Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -29,16 +29,20 @@ STATUSES = [
         ),
         held_blocks=8,
         counters=Counters(
-            payload_bytes=1 << 60,
+            completed_bytes=1 << 60,
+            lower_bound_bytes=1 << 60,
             unshared_bytes=3 << 60,
-            wire_bytes=7,
+            failures={"queue_full": 2},
             transfer_seconds=1.5,
             preemptions=4,
             prefix_hits=9,
         ),
     ),
     StatusReply(
-        role="prefill", replica_id="p0", load=Load(total_blocks=4, free_blocks=4), counters=Counters(payload_bytes=5)
+        role="prefill",
+        replica_id="p0",
+        load=Load(total_blocks=4, free_blocks=4),
+        counters=Counters(payload_bytes=5, wire_bytes=7),
     ),
 ]
 
@@ -65,14 +69,14 @@ async def test_metrics_of_replicas_are_shown_as_they_are(client) -> None:
     assert values["crosskv_num_requests_waiting", *d0] == 2
     assert values["crosskv_num_requests_receiving", *d0] == 1
     assert [values["crosskv_kv_cache_blocks", *d0, s] for s in ("free", "cached", "held")] == [5, 3, 8]
-    assert values["crosskv_kv_cache_usage_perc", *d0] == 0.5
+    assert values["crosskv_kv_cache_usage_ratio", *d0] == 0.5
     assert values["crosskv_kv_transfer_payload_bytes_total", *d0] == 1 << 60
     assert values["crosskv_kv_transfer_saved_bytes_total", *d0] == 2 << 60
-    assert values["crosskv_kv_transfer_wire_bytes_total", *d0] == 7
     assert values["crosskv_kv_transfer_seconds_total", *d0] == 1.5
     assert values["crosskv_num_preemptions_total", *d0] == 4
     assert values["crosskv_prefix_cache_hits_total", *d0] == 9
-    assert values["crosskv_kv_transfer_payload_bytes_total", "p0", "prefill"] == 5
+    assert values["crosskv_kv_transfer_sent_bytes_total", "p0", "prefill"] == 5
+    assert values["crosskv_kv_transfer_wire_bytes_total", "p0", "prefill"] == 7
     # Counters that live elsewhere are not counted again by looking at them.
     assert {k: v for k, v in again.items() if "p0" in k or "d0" in k} == {
         k: v for k, v in values.items() if "p0" in k or "d0" in k
@@ -84,15 +88,38 @@ async def test_metrics_of_the_front_end(client, tokenizer: Tokenizer) -> None:
     async with client(ScriptedEngine(always(ids))) as http:
         for body in ({"prompt": [5, 6, 7], "n": 2}, {"prompt": "x", "n": 0}, {"prompt": [5], "stream": True}):
             await http.post("/v1/completions", json=body)
+        await http.post("/tokenize", json={})
+        await http.get("/nowhere")
         values = samples((await http.get("/metrics")).text)
     assert values["crosskv_requests_total", "200"] == 2
     assert values["crosskv_requests_total", "400"] == 1
+    # Of every kind of request.
+    assert values["crosskv_request_failures_total", "invalid_request"] == 2
+    assert values["crosskv_request_failures_total", "not_found"] == 1
+    assert values["crosskv_request_failures_total", "timeout"] == 0
+    assert values[("crosskv_ready",)] == 1
     assert values[("crosskv_front_end_requests_in_flight",)] == 0
     assert values[("crosskv_prompt_tokens_total",)] == 4
     assert values[("crosskv_generation_tokens_total",)] == 3 * len(ids)
     assert values[("crosskv_time_to_first_token_seconds_count",)] == 2
     assert values[("crosskv_inter_token_latency_seconds_count",)] == 3 * (len(ids) - 1)
     assert values[("crosskv_e2e_request_latency_seconds_count",)] == 2
+    assert values[("crosskv_request_decode_seconds_count",)] == 2
+    # One per prompt, and none of a transfer that there was not.
+    assert values[("crosskv_request_queue_seconds_count",)] == 2
+    assert values[("crosskv_request_transfer_seconds_count",)] == 0
+
+
+async def test_phases_of_a_transfer_are_seconds(client) -> None:
+    def script(submit: Submit) -> list:
+        return emit(submit, [5], info=prompt_info(submit, transfer=TRANSFER))
+
+    async with client(ScriptedEngine(script)) as http:
+        await http.post("/v1/completions", json={"prompt": [[5], [6]]})
+        values = samples((await http.get("/metrics")).text)
+    assert values[("crosskv_request_transfer_seconds_count",)] == 2
+    assert values[("crosskv_request_transfer_seconds_sum",)] == pytest.approx(2 * 0.0015)
+    assert values[("crosskv_request_prefill_queue_seconds_sum",)] == pytest.approx(2 * 0.00025)
 
 
 async def test_metrics_without_replicas_still_show_the_front_end(client) -> None:
@@ -109,7 +136,8 @@ async def test_cluster_has_every_field_as_a_number(client) -> None:
     async with client(ScriptedEngine(always([5]), statuses=STATUSES)) as http:
         first, second = (await http.get("/cluster")).json()
     assert (first["role"], first["replica_id"]) == ("decode", "d0")
-    assert first["counters"]["payload_bytes"] == 1 << 60
+    assert first["counters"]["completed_bytes"] == 1 << 60
+    assert (first["counters"]["failures"], second["counters"]["failures"]) == ({"queue_full": 2}, {})
     assert first["load"]["free_blocks"] == 5
     assert second["counters"]["steps"] == 0
     assert set(second["load"]) == {field.name for field in Load.DESCRIPTOR.fields}

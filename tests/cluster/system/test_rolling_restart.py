@@ -3,12 +3,14 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import ClusterConfig
 from cluster.ports import free_port
@@ -112,8 +114,36 @@ def load(serving: Serving, redundant: ClusterConfig) -> Load:
     return Load(serving, expected, questions)
 
 
+def scrape(serving: Serving, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+    """A metric's samples in one answer of ``/metrics``."""
+    text = httpx.get(f"{serving.base_url}/metrics", timeout=10).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return [(s.labels, s.value) for s in samples if s.name == name and labels.items() <= s.labels.items()]
+
+
 def incarnations(serving: Serving) -> set[str]:
     return {status["replica_id"] for status in serving.statuses()}
+
+
+def test_whichever_front_end_is_scraped_answers_for_both(serving: Serving, redundant: ClusterConfig) -> None:
+    """Every request and every scrape is a connection of its own, which either of the two may get."""
+
+    def served() -> set[float]:
+        """How many requests were, by several scrapes."""
+        scraped = [scrape(serving, "crosskv_requests_total", status="200") for _ in range(6)]
+        assert {len({labels["front_end"] for labels, _ in shown}) for shown in scraped} == {2}
+        assert {len(shown) for shown in scraped} == {2}
+        return {sum(value for _, value in shown) for shown in scraped}
+
+    expected = max(served()) + 12
+    for prompt in prompts(12, 20, seed=33):
+        complete(serving, prompt, max_tokens=2)
+    deadline = time.monotonic() + 10
+    while (shown := served()) != {expected}:
+        assert time.monotonic() < deadline, (expected, shown)
+    for _ in range(6):
+        replicas = [labels["replica"] for labels, _ in scrape(serving, "crosskv_engine_steps_total")]
+        assert sorted(replicas) == sorted(incarnations(serving))
 
 
 def test_a_rolling_restart_of_all_roles_fails_no_request(
@@ -130,3 +160,5 @@ def test_a_rolling_restart_of_all_roles_fails_no_request(
     assert load.repeated <= 2, f"{load.repeated} connections were reset"
     assert load.answered > 2 * CLIENTS
     assert {status["role"] for status in after} == {"prefill", "decode"}
+    # What went in order is not lost.
+    assert not any(value for _, value in scrape(serving, "crosskv_replicas_lost_total"))
