@@ -1,16 +1,18 @@
-"""``crosskv inspect`` on released configurations, against figures that were published or worked out by hand.
+"""What ``crosskv inspect`` says of released configurations, against figures that were published or worked out by hand.
 
 The expectations are formulas over the releases' sizes, written without our specs and plans. Bytes are of bfloat16.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.config import ClusterConfig
+from cluster.inspect_model import inspect_model
 from tests.cluster.command_line import Run, refused
 from tests.releases import FULL, RELEASES, SLIDING, Config, pattern
 from tests.tiny_families import FAMILIES
@@ -155,25 +157,26 @@ Inspect = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[tuple[str, ...], str]:
-    """What was printed for which configuration and arguments."""
+def summaries() -> dict[tuple[object, ...], dict[str, Any]]:
+    """What was said of which configuration and settings."""
     return {}
 
 
 @pytest.fixture
-def inspect(crosskv: Run, tmp_path: Path, answers: dict[tuple[str, ...], str]) -> Inspect:
-    """``crosskv inspect --json`` on a configuration, with 40 GiB. The same question is asked once."""
+def inspect(crosskv: Run, tmp_path: Path, summaries: dict[tuple[object, ...], dict[str, Any]]) -> Inspect:
+    """What ``crosskv inspect`` says of a configuration's cache, with 40 GiB. The same question is asked once.
 
-    def run(content: Config, *arguments: str) -> dict[str, Any]:
+    Counting what a prefill replica computes, which takes most of the command's time, is left out.
+    """
+    del crosskv  # there are no settings from the environment
+
+    def run(content: Config, *, request_tokens: int | None = None, **settings: Any) -> dict[str, Any]:
         path = write(content, tmp_path)
-        question = (json.dumps(content), *arguments)
-        if question not in answers:
-            code, answers[question], err = crosskv(
-                "inspect", path, "--memory", "40GiB", "--dtype", "bfloat16", "--json", *arguments
-            )
-            assert code == 0, err
-        summary: dict[str, Any] = json.loads(answers[question])
-        return summary
+        question = (json.dumps(content), request_tokens, *settings.items())
+        if question not in summaries:
+            config = ClusterConfig.load(model=path, kv_cache_memory=MEMORY, dtype="bfloat16", **settings)
+            summaries[question] = asdict(inspect_model(config, request_tokens=request_tokens))
+        return summaries[question]
 
     return run
 
@@ -231,7 +234,7 @@ def test_blocks_of_uniform_models(inspect: Inspect, release: str) -> None:
 @pytest.mark.parametrize("release", ["Qwen3-8B", "Hunyuan-A13B", "DeepSeek V2"])
 @pytest.mark.parametrize("share", [2, 3, 4])
 def test_fewer_owners_are_as_many_more_blocks(inspect: Inspect, release: str, share: int) -> None:
-    summary = inspect(RELEASES[release], "--kv-sharing", f"every:{share}", "--block-size", "32")
+    summary = inspect(RELEASES[release], kv_sharing=f"every:{share}", block_size=32)
     owners = -(-FIGURES[release].attention // share)
     (page,) = PAGES[release].values()
     assert summary["owner_layers"] == owners
@@ -242,7 +245,7 @@ def test_fewer_owners_are_as_many_more_blocks(inspect: Inspect, release: str, sh
 @pytest.mark.parametrize("release", HYBRIDS)
 @pytest.mark.parametrize("tokens", [100, 4096, 8064])
 def test_requests_that_fit_into_a_hybrid(inspect: Inspect, release: str, tokens: int) -> None:
-    summary, hybrid = inspect(RELEASES[release], "--request-tokens", str(tokens)), HYBRIDS[release]
+    summary, hybrid = inspect(RELEASES[release], request_tokens=tokens), HYBRIDS[release]
     assert len(summary["groups"]) == hybrid.full + hybrid.windows + hybrid.states
     assert summary["blocks_per_request"] == blocks(hybrid, tokens, summary["step_tokens"])
     assert summary["requests"] == MEMORY // summary["bytes_per_block"] // summary["blocks_per_request"]

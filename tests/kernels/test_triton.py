@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 # Every kernel once; the whole table takes minutes.
 PATTERN = "(write|transfer) bf16 8x128|attention bf16 128, group 4|^latents bf16|pointwise bf16 4096"
@@ -55,9 +53,9 @@ def test_the_table_chooses_by_device() -> None:
     assert new == ["PagedAttention", "kernels.page_copies", "kernels.fused_pointwise"]
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in INTERPRETED.glob("check_*.py")))
-def test_kernels_equal_their_references_in_the_interpreter(file: str) -> None:
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED / file), interpret=True)
+def test_kernels_equal_their_references_in_the_interpreter() -> None:
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "python_files=check_*.py", str(INTERPRETED))
+    done = run(*arguments, interpret=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

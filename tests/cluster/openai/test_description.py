@@ -47,7 +47,7 @@ MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 
 @pytest.mark.parametrize("mode", MODES, ids=["as described", "otherwise"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=[operation.label for operation in OPERATIONS])
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_nothing_is_a_server_error(
     operation: APIOperation, mode: GenerationMode, url: str, data: st.DataObject

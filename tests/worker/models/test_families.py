@@ -1,7 +1,7 @@
 """Every family in this process against its reference, in float32: logits of every prompt token, and greedy tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,18 @@ PROMPT_LENGTHS = (1, 15, 16, 17, 200)
 
 @dataclass(frozen=True)
 class Case:
+    """What the reference says of a text is computed once."""
+
     directory: Path
     reference: PreTrainedModel
     prompts: list[list[int]]
+    known: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self.reference(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        if (*tokens,) not in self.known:
+            self.known[*tokens,] = self.reference(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        return self.known[*tokens,]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
