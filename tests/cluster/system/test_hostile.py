@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -29,19 +28,19 @@ TEXT = "prompt-canary-8d3f02c1"
 pytestmark = pytest.mark.timeout(900)
 
 
-@contextmanager
-def guarded(serving: Serving, directory: Path) -> Iterator[Path]:
-    """The session's cluster as a public one would be; yields the certificate of who issued its own."""
+@pytest.fixture
+def authority(redeployed: Serving, tmp_path: Path) -> Path:
+    """The session's cluster is as a public one would be; this is the certificate of who issued its own."""
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
-    files = {name: directory / name for name in ("keys", "token", "certificate", "key", "authority")}
+    files = {name: tmp_path / name for name in ("keys", "token", "certificate", "key", "authority")}
     files["keys"].write_text(f"alice:{KEY}\n")
     files["token"].write_text(TOKEN.value)
     files["certificate"].write_bytes(issued.cert_chain_pems[0].bytes())
     issued.private_key_pem.write_to_path(files["key"])
     authority.cert_pem.write_to_path(files["authority"])
-    serving.cluster.redeploy(
-        serving.config.replace(
+    redeployed.require(
+        redeployed.config.replace(
             port=free_port("127.0.0.1"),
             prefill_replicas=1,
             decode_replicas=1,
@@ -52,10 +51,7 @@ def guarded(serving: Serving, directory: Path) -> Iterator[Path]:
             tls_key=files["key"],
         )
     )
-    try:
-        yield files["authority"]
-    finally:
-        serving.cluster.redeploy(serving.config)
+    return files["authority"]
 
 
 def our_processes() -> list[psutil.Process]:
@@ -106,66 +102,65 @@ def ray_records() -> Iterator[bytes]:
             yield internal_kv._internal_kv_get(key, namespace=namespace) or b""
 
 
-def test_a_load_does_not_notice_strangers(serving: Serving, tmp_path: Path) -> None:
+def test_a_load_does_not_notice_strangers(redeployed: Serving, authority: Path, tmp_path: Path) -> None:
     asked = prompts(8, 300, seed=31)
-    with guarded(serving, tmp_path) as authority:
-        url = serving.base_url
-        assert url.startswith("https://")
-        with httpx.Client(verify=str(authority)) as stranger:
-            assert stranger.post(f"{url}/v1/completions", json=body(asked[0])).status_code == 401
-            assert stranger.get(f"{url}/health").status_code == 200
-        headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=url, headers=headers, verify=str(authority), timeout=60) as client:
-            expected = [stream(client, prompt) for prompt in asked]
-            for sent in ({"prompt": TEXT}, {"prompt": TEXT, "temperature": TEXT}, {"prompt": [TEXT]}):
-                client.post("/v1/completions", json={"model": "tiny", "max_tokens": 2} | sent)
-            before = {status["replica_id"] for status in client.get("/cluster").json()}
-        processes = our_processes()
-        addresses = listening_at(processes)
-        print(*addresses, sep="\n")
-        # The front end's; sessions of two replicas; KV; and those of Ray in the same processes.
-        assert len(processes) == 3
-        assert len(addresses) >= 4
-        others_reach = [at for at in listening_at(everything()) if not on_loopback(at[0])]
-        assert others_reach == []
-        failures: list[str] = []
-        done = [0] * CLIENTS
-        deadline = time.monotonic() + SECONDS
+    url = redeployed.base_url
+    assert url.startswith("https://")
+    with httpx.Client(verify=str(authority)) as stranger:
+        assert stranger.post(f"{url}/v1/completions", json=body(asked[0])).status_code == 401
+        assert stranger.get(f"{url}/health").status_code == 200
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=url, headers=headers, verify=str(authority), timeout=60) as client:
+        expected = [stream(client, prompt) for prompt in asked]
+        for sent in ({"prompt": TEXT}, {"prompt": TEXT, "temperature": TEXT}, {"prompt": [TEXT]}):
+            client.post("/v1/completions", json={"model": "tiny", "max_tokens": 2} | sent)
+        before = {status["replica_id"] for status in client.get("/cluster").json()}
+    processes = our_processes()
+    addresses = listening_at(processes)
+    print(*addresses, sep="\n")
+    # The front end's; sessions of two replicas; KV; and those of Ray in the same processes.
+    assert len(processes) == 3
+    assert len(addresses) >= 4
+    others_reach = [at for at in listening_at(everything()) if not on_loopback(at[0])]
+    assert others_reach == []
+    failures: list[str] = []
+    done = [0] * CLIENTS
+    deadline = time.monotonic() + SECONDS
 
-        def load(number: int) -> None:
-            try:
-                with httpx.Client(base_url=url, headers=headers, verify=str(authority), timeout=60) as client:
-                    while time.monotonic() < deadline:
-                        index = done[number] % len(asked)
-                        assert stream(client, asked[index]) == expected[index], index
-                        done[number] += 1
-            except Exception as error:
-                failures.append(repr(error))
+    def load(number: int) -> None:
+        try:
+            with httpx.Client(base_url=url, headers=headers, verify=str(authority), timeout=60) as client:
+                while time.monotonic() < deadline:
+                    index = done[number] % len(asked)
+                    assert stream(client, asked[index]) == expected[index], index
+                    done[number] += 1
+        except Exception as error:
+            failures.append(repr(error))
 
-        with bothered(addresses) as visits:
-            threads = [threading.Thread(target=load, args=(number,)) for number in range(CLIENTS)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert visits() > 10 * len(addresses)
-        assert failures == []
-        assert min(done) >= 1
-        with ApiClient(url, KEY, ca=authority) as client:
-            settle = time.monotonic() + 20
-            while any(sum(getattr(s.load, f"{state}_requests") for state in STATES) for s in client.status()):
-                assert time.monotonic() < settle
-                time.sleep(0.1)
-            for status in client.status():
-                assert status.load.free_blocks + status.load.cached_blocks == status.load.total_blocks
-            assert {status.replica_id for status in client.status()} == before, "a replica was replaced"
-        recorded = b"".join(ray_records())
-        # Where the files lie is there; without that, the absence of what they hold would mean nothing.
-        assert tmp_path.name.encode() in recorded
-        assert not any(secret.encode() in recorded for secret in (KEY, TOKEN.value))
-        for process in processes:
-            assert process.is_running()
-            assert not any(secret in " ".join(process.cmdline()) for secret in (KEY, TOKEN.value))
+    with bothered(addresses) as visits:
+        threads = [threading.Thread(target=load, args=(number,)) for number in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert visits() > 10 * len(addresses)
+    assert failures == []
+    assert min(done) >= 1
+    with ApiClient(url, KEY, ca=authority) as client:
+        settle = time.monotonic() + 20
+        while any(sum(getattr(s.load, f"{state}_requests") for state in STATES) for s in client.status()):
+            assert time.monotonic() < settle
+            time.sleep(0.1)
+        for status in client.status():
+            assert status.load.free_blocks + status.load.cached_blocks == status.load.total_blocks
+        assert {status.replica_id for status in client.status()} == before, "a replica was replaced"
+    recorded = b"".join(ray_records())
+    # Where the files lie is there; without that, the absence of what they hold would mean nothing.
+    assert tmp_path.name.encode() in recorded
+    assert not any(secret.encode() in recorded for secret in (KEY, TOKEN.value))
+    for process in processes:
+        assert process.is_running()
+        assert not any(secret in " ".join(process.cmdline()) for secret in (KEY, TOKEN.value))
     for path, text in logs():
         for secret in (KEY, TOKEN.value, TEXT):
             assert secret not in text, path

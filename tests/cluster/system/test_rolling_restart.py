@@ -20,14 +20,14 @@ from tests.cluster.system.test_serving import body, complete, prompts
 CLIENTS = 4
 
 
-@pytest.fixture(scope="module")
-def redundant(serving: Serving) -> Iterator[ClusterConfig]:
-    """Two replicas of every role, front ends included, until this module is done."""
+@pytest.fixture
+def redundant(redeployed: Serving) -> Iterator[ClusterConfig]:
+    """Two replicas of every role, front ends included."""
     # The token that the cluster makes for itself: replicas of before and after must have the same.
-    config = serving.config.replace(port=free_port("127.0.0.1"), front_ends=2, drain_seconds=20, cluster_token=None)
-    serving.cluster.redeploy(config)
+    config = redeployed.config.replace(port=free_port("127.0.0.1"), front_ends=2, drain_seconds=20, cluster_token=None)
+    redeployed.require(config)
     yield config
-    serving.cluster.redeploy(serving.config)
+    redeployed.wait_until_idle()
 
 
 class Unanswered(Exception):
@@ -105,13 +105,13 @@ class Load:
 
 
 @pytest.fixture
-def load(serving: Serving, redundant: ClusterConfig) -> Load:
+def load(redeployed: Serving, redundant: ClusterConfig) -> Load:
     questions = prompts(6, 120, seed=31)
     expected = {
-        index: complete(serving, question, max_tokens=60, cache_salt="alone")["choices"][0]["text"]
+        index: complete(redeployed, question, max_tokens=60, cache_salt="alone")["choices"][0]["text"]
         for index, question in enumerate(questions)
     }
-    return Load(serving, expected, questions)
+    return Load(redeployed, expected, questions)
 
 
 def scrape(serving: Serving, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
@@ -147,13 +147,13 @@ def test_whichever_front_end_is_scraped_answers_for_both(serving: Serving, redun
 
 
 def test_a_rolling_restart_of_all_roles_fails_no_request(
-    serving: Serving, redundant: ClusterConfig, load: Load
+    redeployed: Serving, redundant: ClusterConfig, load: Load
 ) -> None:
-    before = incarnations(serving)
+    before = incarnations(redeployed)
     assert len(before) == 4
     with load:
-        serving.cluster.roll(redundant)
-        after = serving.wait_for(
+        redeployed.cluster.roll(redundant)
+        after = redeployed.wait_for(
             lambda statuses: len(statuses) == 4 and not before & {s["replica_id"] for s in statuses}, 60.0, "new ones"
         )
     assert not load.failures, load.failures

@@ -35,11 +35,11 @@ def records() -> dict[Role, ReplicaRecord]:
     return {record.role: record for record in live}
 
 
-@pytest.fixture(scope="module")
-def serving(one_cluster: Serving) -> Iterator[Serving]:
+@pytest.fixture
+def serving(redeployed: Serving) -> Iterator[Serving]:
     """The session's cluster, which each test deploys as it needs it."""
-    yield one_cluster
-    one_cluster.require(one_cluster.config)
+    yield redeployed
+    redeployed.wait_until_idle()
 
 
 def deploy(serving: Serving, model: Path, prefill_ranks: int, decode_ranks: int) -> None:
