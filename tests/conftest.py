@@ -40,19 +40,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"simulation: {schedules} schedules; of 1,000 of them: {rates}")
 
 
-# What runs replicas in processes or in a cluster uses one of these.
-REPLICAS = {"serving", "one_cluster", "engine_processes", "rank_pool", "doomed"}
+# What starts a cluster, or kills and stops processes and watches how soon that is noticed.
+ALONE = {"serving", "one_cluster", "doomed"}
+# What asks replicas in processes, and waits for as long as it takes.
+ENGINES = {"engine_processes", "rank_pool"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that run replicas, and keep a file's tests on one worker, unless they say otherwise."""
+    """Mark tests that want the machine to themselves, and keep a file's tests on one worker, unless they say otherwise.
+
+    What takes longest comes first, and the simulation, in small parts, last: so no worker is left alone at the end.
+    """
     for item in items:
         path = item.path.relative_to(ROOT).as_posix()
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(path))
-        fixtures = item.fixturenames if isinstance(item, pytest.Function) else ()
-        if path.startswith("tests/cluster/system/") or REPLICAS & set(fixtures):
+        if path.startswith("tests/cluster/system/") or ALONE & fixtures_of(item):
             item.add_marker(pytest.mark.replicas)
+    items.sort(key=lambda item: ("simulation" in item.path.parts) - bool(ENGINES & fixtures_of(item)))
+
+
+def fixtures_of(item: pytest.Item) -> set[str]:
+    return set(item.fixturenames) if isinstance(item, pytest.Function) else set()
 
 
 # Every pair of tensor-parallel sizes over both transports, not only a covering subset.

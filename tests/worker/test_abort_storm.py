@@ -3,10 +3,14 @@
 import random
 import time
 
+import pytest
+
 from tests.conftest import EngineProcesses
 from tests.engine_process import EngineProcess
 from tests.replicas import Pair, disaggregated
 from tests.worker.tiny_llama import TinyLlama, random_prompt
+
+pytestmark = pytest.mark.replicas
 
 REQUESTS = 500
 CANCELLED = 0.9

@@ -11,10 +11,12 @@ from tests.conftest import EngineProcesses
 from tests.engine_client import RequestFailed
 from tests.engine_process import EngineProcess
 from tests.replicas import connected
-from tests.worker.test_replica_failures import LONG, SLOWLY, is_halfway, prefill_config
+from tests.worker.long_transfer import LONG, SLOWLY, is_halfway, prefill_config
 from tests.worker.tiny_llama import BYTES_PER_TOKEN, TinyLlama, random_prompt
 from worker.config import Role
 from worker.wire import engine_pb2 as wire
+
+pytestmark = pytest.mark.replicas
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Replicas whose KV travels over process groups, undisturbed and under misfortune."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 
@@ -9,26 +8,12 @@ from kv_transfer.transport import Transport
 from tests.conftest import EngineProcesses
 from tests.engine_process import EngineProcess
 from tests.replicas import connected, disaggregated
+from tests.worker.long_transfer import LONG, SLOWLY, decode_config, is_halfway, prefill_config
 from tests.worker.tiny_llama import BYTES_PER_TOKEN, TinyLlama, random_prompt
-from worker.config import EngineConfig, Role
-from worker.wire import engine_pb2 as wire
 
-LONG = random_prompt(3000)
-SLOWLY = {"max_batched_tokens": 2}
+pytestmark = pytest.mark.replicas
+
 TORCH = {"transport": Transport.TORCH}
-
-
-def is_halfway(status: wire.StatusReply) -> bool:
-    """Whether a transfer is under way, something of which has arrived."""
-    return status.load.receiving_requests > 0 and status.counters.payload_bytes > 0
-
-
-def prefill_config(config: EngineConfig) -> EngineConfig:
-    return replace(config, role=Role.PREFILL, threads=1, **SLOWLY)
-
-
-def decode_config(config: EngineConfig) -> EngineConfig:
-    return replace(config, role=Role.DECODE, threads=1)
 
 
 def test_many_prompts_at_once(tiny_llama: TinyLlama, engine_processes: EngineProcesses) -> None:
@@ -51,7 +36,7 @@ def test_a_prefill_replica_that_is_killed(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: EngineProcess
 ) -> None:
     decode, config = engine_processes.second, tiny_llama.config(**TORCH)
-    victim = doomed.start(prefill_config(config))
+    victim = doomed.start(prefill_config(config, **SLOWLY))
     with connected(decode.start(decode_config(config))) as client:
         decode.use_prefill_replicas(victim)
         running = client.submit([77], max_tokens=2000, logprobs=0)
@@ -68,7 +53,7 @@ def test_a_prefill_replica_that_is_killed(
         counters = client.settled().counters
         assert (counters.transfers, counters.transfers_failed, counters.local_prefills) == (0, 1, 1)
         # Another one is used as if nothing had been.
-        survivor = engine_processes.first.start(prefill_config(config))
+        survivor = engine_processes.first.start(prefill_config(config, **SLOWLY))
         decode.use_prefill_replicas(survivor)
         answer = client.generate(random_prompt(50), logprobs=0)
         tiny_llama.require_greedy(random_prompt(50), answer)
@@ -81,7 +66,7 @@ def test_a_prefill_replica_that_hangs_is_given_up(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: EngineProcess
 ) -> None:
     decode, config = engine_processes.second, tiny_llama.config(**TORCH)
-    victim = doomed.start(prefill_config(config))
+    victim = doomed.start(prefill_config(config, **SLOWLY))
     with connected(decode.start(decode_config(config))) as client:
         decode.use_prefill_replicas(victim)
         pending = client.submit(LONG, logprobs=0)
@@ -98,7 +83,7 @@ def test_a_decode_replica_that_is_killed_leaves_nothing_behind(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: EngineProcess
 ) -> None:
     prefill, config = engine_processes.first, tiny_llama.config(**TORCH)
-    prefill_record = prefill.start(prefill_config(config))
+    prefill_record = prefill.start(prefill_config(config, **SLOWLY))
     with connected(prefill_record) as prefill_client:
         with connected(doomed.start(decode_config(config))) as client:
             doomed.use_prefill_replicas(prefill_record)
@@ -136,7 +121,7 @@ def test_replicas_with_different_transports_do_not_exchange(
 ) -> None:
     (theirs,) = set(Transport) - {ours}
     prefill, decode = engine_processes.first, engine_processes.second
-    prefill_record = prefill.start(prefill_config(tiny_llama.config(transport=theirs)))
+    prefill_record = prefill.start(prefill_config(tiny_llama.config(transport=theirs), **SLOWLY))
     with connected(decode.start(decode_config(tiny_llama.config(transport=ours)))) as client:
         decode.use_prefill_replicas(prefill_record)
         client.generate(random_prompt(20))

@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ import pytest
 from tests.conftest import EngineProcesses
 from tests.engine_process import EngineProcess, EngineProcessFailed, RankProcesses
 from tests.replicas import connected
-from tests.worker.tiny_llama import TinyLlama, random_prompt
-from worker.config import EngineConfig, Role
+from tests.worker.long_transfer import LONG, SLOWLY, decode_config, prefill_config
+from tests.worker.tiny_llama import TinyLlama
 
-LONG = random_prompt(3000)
+pytestmark = pytest.mark.replicas
+
 NOTICED_SECONDS = 5.0
-SLOWLY = {"max_batched_tokens": 2}
 
 
 @pytest.fixture
@@ -28,10 +27,6 @@ def doomed(tmp_path: Path) -> Iterator[RankProcesses]:
         yield RankProcesses(processes)
         for process in processes:
             print(process.new_output())
-
-
-def of_role(config: EngineConfig, role: Role) -> EngineConfig:
-    return replace(config, role=role, threads=1)
 
 
 def wait_until_unhealthy(replica: RankProcesses) -> float:
@@ -51,8 +46,8 @@ def test_a_decode_replica_whose_follower_dies_is_over_and_its_prefill_replica_ke
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: RankProcesses, number: int
 ) -> None:
     prefill = engine_processes.first
-    prefill_record = prefill.start(of_role(replace(tiny_llama.config(), **SLOWLY), Role.PREFILL))
-    record = doomed.start(of_role(tiny_llama.config(), Role.DECODE))
+    prefill_record = prefill.start(prefill_config(tiny_llama.config(), **SLOWLY))
+    record = doomed.start(decode_config(tiny_llama.config()))
     doomed.use_prefill_replicas(prefill_record)
     with connected(record) as client, connected(prefill_record) as prefill_client:
         running = client.submit([77], max_tokens=2000)
@@ -77,8 +72,8 @@ def test_a_prefill_replica_whose_follower_dies_is_replaced_by_the_decode_replica
     tiny_llama: TinyLlama, engine_processes: EngineProcesses, doomed: RankProcesses, number: int
 ) -> None:
     decode = engine_processes.second
-    prefill_record = doomed.start(of_role(replace(tiny_llama.config(), **SLOWLY), Role.PREFILL))
-    with connected(decode.start(of_role(tiny_llama.config(), Role.DECODE))) as client:
+    prefill_record = doomed.start(prefill_config(tiny_llama.config(), **SLOWLY))
+    with connected(decode.start(decode_config(tiny_llama.config()))) as client:
         decode.use_prefill_replicas(prefill_record)
         pending = client.submit(LONG, logprobs=0)
         client.wait_for_status(lambda status: status.counters.payload_bytes > 0)

@@ -7,7 +7,6 @@ check the latter on their way out.
 import math
 import signal
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,28 +16,14 @@ from tests.engine_client import RequestFailed
 from tests.engine_process import EngineProcess
 from tests.replicas import colocated, connected, disaggregated
 from tests.tiny_checkpoints import VOCAB_SIZE
+from tests.worker.long_transfer import LONG, SLOWLY, decode_config, is_halfway, prefill_config
 from tests.worker.tiny_llama import BYTES_PER_TOKEN, TinyLlama, random_prompt
-from worker.config import EngineConfig, Role
 from worker.wire import engine_pb2 as wire
 
-LONG = random_prompt(3000)
+pytestmark = pytest.mark.replicas
+
 NOTICED_SECONDS = 5.0
 """Twice what it should take, on a machine that has other things to do."""
-SLOWLY = {"max_batched_tokens": 2}
-"""So small are a prefill replica's chunks that a long prompt can be interrupted anywhere."""
-
-
-def is_halfway(status: wire.StatusReply) -> bool:
-    """Whether a transfer is under way; if it is the replica's first, something of it has arrived."""
-    return status.load.receiving_requests > 0 and status.counters.payload_bytes > 0
-
-
-def prefill_config(config: EngineConfig, **settings: Any) -> EngineConfig:
-    return replace(config, role=Role.PREFILL, threads=1, **settings)
-
-
-def decode_config(config: EngineConfig) -> EngineConfig:
-    return replace(config, role=Role.DECODE, threads=1)
 
 
 # Peers that die, hang, or do not fit
