@@ -3,6 +3,7 @@
 Started with a prefill rank on a port of its own, stopped with it. Its threads parse and send; they never touch pages.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class RankStream:
 class PrefillJob:
     """A prompt to compute for a decode replica of ``receivers`` ranks; ``stream`` is the first one's.
 
-    ``token_ids`` lacks its last token; ``lacking`` is to be sent, section by section.
+    ``token_ids`` lacks its last token; ``lacking`` is to be sent, section by section. ``arrived`` is when the call came
+    in, in the engine's clock, seconds.
     """
 
     name: TransferName
@@ -72,6 +74,7 @@ class PrefillJob:
     cache_salt: str
     timeout: float
     stream: OutgoingStream
+    arrived: float
     caller: str = ""
     priority: int = 0
 
@@ -92,6 +95,7 @@ def parse_call(
     incarnation: str,
     rank: int,
     ranks: int,
+    arrived: float,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
 ) -> PrefillJob | RankStream:
     """What a call to rank ``rank`` of ``ranks`` is about; raises ``CallRefused`` for one that cannot be served."""
@@ -122,6 +126,7 @@ def parse_call(
         cache_salt=request.cache_salt,
         timeout=request.timeout_ms / 1e3,
         stream=stream,
+        arrived=arrived,
         caller=request.caller,
         priority=request.priority,
     )
@@ -230,7 +235,14 @@ class PrefillServer:
         stream = OutgoingStream()
         try:
             event = parse_call(
-                request, stream, self._layout, self._incarnation, self._rank, self._ranks, self._max_prompt_tokens
+                request,
+                stream,
+                self._layout,
+                self._incarnation,
+                self._rank,
+                self._ranks,
+                arrived=time.monotonic(),
+                max_prompt_tokens=self._max_prompt_tokens,
             )
         except CallRefused as refusal:
             context.abort(refusal.code, refusal.message)

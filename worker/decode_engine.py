@@ -6,7 +6,8 @@ fails only that request.
 """
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from kv_transfer.rank_pair import replica_lower_bound, unshared_bytes
 from kv_transfer.transfer import PieceArrived, TransferEnded
@@ -29,6 +30,7 @@ from worker.logprobs import drawn_logprobs, take_prompt_logprobs
 from worker.model_runner import ModelRunner
 from worker.outbox import Outbox
 from worker.prefill_connector import PrefillConnector
+from worker.prompt_phases import PromptPhases
 from worker.ranks.commands import ClearBlocks, CopyBlocks
 from worker.ranks.process_group import RankLost
 from worker.ranks.team import RankTeam
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeEngine:
-    """See the module."""
+    """See the module. ``clock`` gives seconds."""
 
     def __init__(
         self,
@@ -54,6 +56,8 @@ class DecodeEngine:
         replica_id: str,
         connector: PrefillConnector | None = None,
         grammars: Grammars | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._runner = runner
@@ -74,7 +78,7 @@ class DecodeEngine:
             eos_token_ids=runner.eos_token_ids,
         )
         self._requests: dict[RequestId, Request] = {}
-        self._outbox = Outbox(self._requests, self.counters, self.load)
+        self._outbox = Outbox(self._requests, self.counters, self.load, clock)
         self._drain: DrainStarted | None = None
 
     def handle(self, event: DecodeEvent, now: float) -> None:
@@ -117,6 +121,8 @@ class DecodeEngine:
             self._end_transfer(ended, now)
         credit = self._transfers.credit(now) if self._transfers is not None else NO_PREFILL
         plan = self._scheduler.schedule(now, credit)
+        for sequence in plan.admitted:
+            self._requests[sequence.request_id].phases.admitted(now)
         if plan.to_clear:
             self._team.apply(ClearBlocks(plan.to_clear))
         for sequence in plan.transfers:
@@ -218,7 +224,8 @@ class DecodeEngine:
             self.counters.requests_refused += 1
             self._refuse(client, submit.request_id, *refusal)
             return
-        self._requests[name] = Request(client, submit.request_id, open_choices=submit.n)
+        phases = PromptPhases(event.arrived)
+        self._requests[name] = Request(client, submit.request_id, open_choices=submit.n, phases=phases)
         self._scheduler.add(sequence)
         if grammar is not None and self._grammars is not None:
             self._grammars.prepare(sequence, grammar)
@@ -338,6 +345,7 @@ class DecodeEngine:
         report.prefill_replica = ended.incarnation
         cached = max(0, ended.end.cached_tokens - sequence.prefix_len)
         self._requests[sequence.request_id].prefill_cached_tokens = cached
+        self._requests[sequence.request_id].phases.received(ended.end, now)
         self.counters.transfers += 1
         self.counters.completed_bytes += ended.received_bytes
         self.counters.lower_bound_bytes += bound

@@ -12,10 +12,11 @@ from worker.wire import engine_pb2 as wire
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A front end asks for tokens."""
+    """A front end asks for tokens. ``arrived`` is in the engine's clock, seconds: it may have been computing then."""
 
     client: Client
     submit: wire.Submit
+    arrived: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,20 @@ class Outbox:
     """See the module.
 
     ``requests`` are the engine's open ones: the end of a request's last choice closes it. ``load`` says how full the
-    replica is.
+    replica is. ``clock`` gives seconds.
     """
 
     def __init__(
-        self, requests: dict[RequestId, Request], counters: wire.Counters, load: Callable[[], wire.Load]
+        self,
+        requests: dict[RequestId, Request],
+        counters: wire.Counters,
+        load: Callable[[], wire.Load],
+        clock: Callable[[], float],
     ) -> None:
         self._requests = requests
         self._counters = counters
         self._load = load
+        self._clock = clock
         self._clients: dict[str, Client] = {}
         self._submits: Counter[str] = Counter()
         self._outputs: defaultdict[str, list[wire.Output]] = defaultdict(list)
@@ -114,6 +119,7 @@ class Outbox:
                     prefill_cached_tokens=request.prefill_cached_tokens,
                     prompt_logprobs=[logprobs_message(entry, top) for entry in request.prompt_logprobs],
                     transfer=request.transfer,
+                    phases=request.phases.message(self._clock()),
                 )
             )
         self._outputs[request.client.client_id].append(output)

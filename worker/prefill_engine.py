@@ -5,6 +5,7 @@ ends when the last piece is queued, or when the call is gone. Nothing is sampled
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -38,7 +39,7 @@ class _Prompt:
 
 
 class PrefillEngine:
-    """See the module. ``wire_bytes`` reads what the leading rank's KV sockets carried so far."""
+    """See the module. ``wire_bytes`` reads what the leading rank's KV sockets carried; ``clock`` gives seconds."""
 
     def __init__(
         self,
@@ -47,7 +48,10 @@ class PrefillEngine:
         team: RankTeam,
         replica_id: str,
         wire_bytes: Callable[[], int],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._config = config
         self._runner = runner
         self._team = team
@@ -104,7 +108,7 @@ class PrefillEngine:
                 self._scheduler.commit(plan, [], now)
         for name in dict.fromkeys(s.request_id for s in (*plan.admitted, *(rows.sequence for rows in plan.rows))):
             if name in self._jobs:
-                self._advance(self._jobs[name], now)
+                self._advance(self._jobs[name])
         if plan.rows and self._scheduler.idle:
             self._cache.pool.check()
         if self._drain is not None and self.idle:
@@ -210,10 +214,15 @@ class PrefillEngine:
             tuple(replace(rows.contents, transfer=self._jobs[rows.sequence.request_id].job.name) for rows in plan.rows)
         )
 
-    def _advance(self, prompt: _Prompt, now: float) -> None:
+    def _advance(self, prompt: _Prompt) -> None:
         """Send what is computed and not sent; end the job when that is everything."""
         sequence, job = prompt.sequence, prompt.job
-        summary = Summary(sequence.cached_tokens, sequence.queue_seconds, now - prompt.admitted)
+        summary = Summary(
+            cached_tokens=sequence.cached_tokens,
+            queue_seconds=prompt.admitted - job.arrived,
+            # The step that was just computed belongs to it.
+            compute_seconds=self._clock() - prompt.admitted,
+        )
         self._team.apply(
             SendComputed(
                 name=job.name,

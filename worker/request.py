@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from worker.grammar.grammar import Grammar, GrammarKind
+from worker.prompt_phases import PromptPhases
 from worker.sampler import TokenLogprobs
 from worker.sampling_params import InvalidRequest, SamplingParams
 from worker.sequence import RequestId, Sequence, SequenceState
@@ -36,6 +37,7 @@ class Request:
     client: Client
     wire_id: str
     open_choices: int
+    phases: PromptPhases
     transfer: wire.Transfer = field(default_factory=wire.Transfer)
     prefill_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -243,7 +243,6 @@ class Scheduler:
                 self.waiting.charge(sequence.caller, sequence.pending)
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.computed
-            sequence.queue_seconds = now - sequence.arrival
             if not sequence.generated:
                 sequence.cached_tokens = sequence.computed
             if received and not transfer:

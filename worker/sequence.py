@@ -77,7 +77,6 @@ class Sequence:
     transfer_attempts: int = 0
     prompt_reported: bool = False
     cached_tokens: int = 0
-    queue_seconds: float = 0.0
     caller: str = ""
     priority: int = 0
     start_by: float = math.inf

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -160,7 +161,7 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
                 client.heard(beat=kind is None)
                 match kind:
                     case "submit":
-                        self._deliver(Submitted(client, message.submit))
+                        self._deliver(Submitted(client, message.submit, time.monotonic()))
                     case "abort":
                         self._deliver(Aborted(client, message.abort.request_id))
         finally:

@@ -192,7 +192,8 @@ class FrontEnd:
             ),
         )
         self._say(f"{request.name} goes to {session.replica.incarnation} with {len(known)} tokens")
-        network.time.after(network.delay(), partial(session.replica.loop.put, Submitted(session, submit)))
+        submitted = Submitted(session, submit, network.time.now)
+        network.time.after(network.delay(), partial(session.replica.loop.put, submitted))
 
     def abort(self, request: Asked) -> None:
         """Its client leaves."""

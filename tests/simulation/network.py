@@ -194,7 +194,15 @@ class SimulatedPeer:
             stream.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls")
             return
         try:
-            event = parse_call(request, stream, endpoint.layout, endpoint.incarnation, endpoint.rank, endpoint.ranks)
+            event = parse_call(
+                request,
+                stream,
+                endpoint.layout,
+                endpoint.incarnation,
+                endpoint.rank,
+                endpoint.ranks,
+                arrived=network.time.now,
+            )
         except CallRefused as refusal:
             stream.fail(refusal.code, refusal.message)
             return

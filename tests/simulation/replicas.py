@@ -228,7 +228,14 @@ class DecodeReplica:
         team = RankTeam(leader, None, peers[0]) if ranks == 1 else _Team(leader, self._followers, peers[0])
         self.connector = PrefillConnector(team, PrefillRouter(), config.transfer_timeout)
         self._known: frozenset[str] = frozenset()
-        self.engine = DecodeEngine(config, runner, team, incarnation, self.connector)  # type: ignore[arg-type]
+        self.engine = DecodeEngine(
+            config,
+            runner,  # type: ignore[arg-type]
+            team,
+            incarnation,
+            self.connector,
+            clock=lambda: network.time.now,
+        )
         self.loop = Loop(self.engine, network, plan.step_seconds, self.cache.require_rest)
         self._followers.received = self.loop.put
 
@@ -301,7 +308,14 @@ class PrefillReplica:
         self._ranks = made
         self._followers = SimulatedFollowers(made[1:], network, runner)
         team = RankTeam(made[0]) if ranks == 1 else _Team(made[0], self._followers)
-        self.engine = PrefillEngine(config, runner, team, incarnation, lambda: 0)  # type: ignore[arg-type]
+        self.engine = PrefillEngine(
+            config,
+            runner,  # type: ignore[arg-type]
+            team,
+            incarnation,
+            lambda: 0,
+            clock=lambda: network.time.now,
+        )
         self.loop = Loop(self.engine, network, plan.step_seconds, self.cache.require_rest)
         self.addresses = tuple(f"{incarnation}:{rank}" for rank in range(ranks))
         for rank, address in enumerate(self.addresses):

@@ -43,7 +43,13 @@ class Engine:
         settings = EngineConfig(model="", role=Role.COLOCATED, block_size=block_size, **config)
         self.runner = ScriptedRunner(settings, num_blocks, prefix_tokens=prefix_tokens)
         team = RankTeam(Rank(self.runner))  # type: ignore[arg-type]
-        self.engine = DecodeEngine(settings, self.runner, team, "colocated-1")  # type: ignore[arg-type]
+        self.engine = DecodeEngine(
+            settings,
+            self.runner,  # type: ignore[arg-type]
+            team,
+            "colocated-1",
+            clock=lambda: self.now,
+        )
         self.front_end = self.connect("front-end")
         self.now = 0.0
 
@@ -52,12 +58,22 @@ class Engine:
         self.engine.handle(ClientArrived(client), 0.0)
         return client
 
-    def submit(self, name: str, prompt: list[int], *, client: FrontEnd | None = None, **fields: Any) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        client: FrontEnd | None = None,
+        arrived: float | None = None,
+        **fields: Any,
+    ) -> None:
         sampling = wire.Sampling(top_p=1.0, repetition_penalty=1.0, max_tokens=fields.pop("max_tokens", 3))
         sampling.MergeFrom(wire.Sampling(**fields.pop("sampling", {})))
         message = wire.Submit(request_id=name, token_ids=prompt, prompt_len=len(prompt), n=1, sampling=sampling)
         message.MergeFrom(wire.Submit(**fields))
-        self.engine.handle(Submitted(client or self.front_end, message), self.now)
+        self.engine.handle(
+            Submitted(client or self.front_end, message, self.now if arrived is None else arrived), self.now
+        )
 
     def step(self) -> None:
         self.now += 1.0
@@ -103,6 +119,29 @@ def test_every_choice_gets_its_tokens_and_one_end() -> None:
     reasons = [output.finish_reason for output in engine.front_end.outputs["r"]]
     assert reasons.count(wire.FINISH_REASON_LENGTH) == 3
     assert sum(output.HasField("prompt_info") for output in engine.front_end.outputs["r"]) == 1
+
+
+def test_a_request_says_how_long_it_waited_and_its_prompt_was_computed() -> None:
+    engine = Engine(max_batched_tokens=4, max_running_requests=1)
+    compute = engine.runner.execute
+
+    def slowly(*arguments: Any) -> Any:
+        engine.now += 0.25
+        return compute(*arguments)
+
+    engine.runner.execute = slowly  # type: ignore[method-assign]
+    # It came half a second before the engine had time for it.
+    engine.submit("first", list(range(10)), max_tokens=1, arrived=-0.5)
+    engine.submit("second", [1])
+    engine.run()
+    # Steps begin a second apart and take a quarter: at 1, 2.25 and 3.5.
+    expected = {
+        "first": wire.Phases(queue_ms=1500, start_ms=1500, prefill_ms=2750, first_token_ms=4250),
+        "second": wire.Phases(queue_ms=4750, start_ms=4750, prefill_ms=250, first_token_ms=5000),
+    }
+    for name, phases in expected.items():
+        (info,) = (output.prompt_info for output in engine.front_end.outputs[name] if output.HasField("prompt_info"))
+        assert info.phases == phases
 
 
 @pytest.mark.parametrize(("max_tokens", "choices"), [(3, 1), (3, 2), (0, 1), (0, 2)])

@@ -77,6 +77,26 @@ def test_only_what_the_decode_side_lacks_is_sent(tiny_llama: TinyLlama, engine_p
         assert pair.decode.settled().counters.local_prefills == 0
 
 
+def test_phases_of_a_prompt_are_told_in_order(tiny_llama: TinyLlama, engine_processes: EngineProcesses) -> None:
+    """Two processes with a clock each; what the prefill replica measured lies within the transfer."""
+    with pair_of(engine_processes, tiny_llama.config(max_batched_tokens=64)) as pair:
+        sent = pair.decode.generate(random_prompt(300), max_tokens=1).prompt_info
+        local = pair.decode.generate(random_prompt(300), max_tokens=1, prompt_logprobs=0).prompt_info
+        counters = pair.decode.settled().counters
+    phases = sent.phases
+    assert sent.transfer.payload_bytes > 0
+    assert 0 <= phases.queue_ms == phases.start_ms
+    assert phases.prefill_queue_ms > 0
+    assert phases.prefill_ms > 0
+    assert phases.prefill_queue_ms + phases.prefill_ms < phases.transfer_ms
+    assert phases.transfer_ms == pytest.approx(sent.transfer.transfer_ms)
+    assert phases.transfer_ms == pytest.approx(counters.transfer_seconds * 1e3)
+    assert phases.start_ms + phases.transfer_ms < phases.first_token_ms
+    assert local.transfer.payload_bytes == local.phases.transfer_ms == local.phases.prefill_queue_ms == 0
+    assert local.phases.prefill_ms > 0
+    assert local.phases.start_ms + local.phases.prefill_ms == pytest.approx(local.phases.first_token_ms)
+
+
 def test_a_prompt_that_is_cached_but_for_its_last_token_makes_no_call(
     tiny_llama: TinyLlama, engine_processes: EngineProcesses
 ) -> None:

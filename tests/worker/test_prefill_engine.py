@@ -36,7 +36,14 @@ class Engine:
         pieces = {"min_piece_bytes": self.config.min_piece_bytes, "max_piece_bytes": self.config.max_piece_bytes}
         outgoing = OutgoingTransfers(self.runner, 0, 1, **pieces)  # type: ignore[arg-type]
         team = RankTeam(Rank(self.runner, outgoing))  # type: ignore[arg-type]
-        self.engine = PrefillEngine(self.config, self.runner, team, "prefill-1", lambda: 0)  # type: ignore[arg-type]
+        self.engine = PrefillEngine(
+            self.config,
+            self.runner,  # type: ignore[arg-type]
+            team,
+            "prefill-1",
+            lambda: 0,
+            clock=lambda: self.now,
+        )
         self.now = 0.0
         self.jobs: list[tuple[PrefillJob, KeptStream]] = []
 
@@ -49,12 +56,14 @@ class Engine:
         receivers: int = 1,
         priority: int = 0,
         seconds: float = 1000.0,
+        arrived: float | None = None,
     ) -> KeptStream:
         """A prompt of one token more than ``tokens``, of which the receiver has the slots before ``held``."""
         stream = KeptStream()
         wanted = lacking(self.runner.layout, len(tokens) + 1, [held] * len(self.runner.layout.sections))
         name = TransferName("decode-1", "r", len(self.jobs) + 1)
-        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, seconds, stream, priority=priority)
+        arrived = self.now if arrived is None else arrived
+        job = PrefillJob(name, receivers, tuple(tokens), wanted, salt, seconds, stream, arrived, priority=priority)
         self.jobs.append((job, stream))
         self.engine.handle(job, self.now)
         return stream
@@ -89,6 +98,26 @@ def test_a_prompt_is_sent_chunk_by_chunk_as_it_is_computed() -> None:
     assert reached == [[(3, 4)], [(3, 4), (4, 8)], [(3, 4), (4, 8), (8, 10)]]
     engine.run()
     engine.require_complete()
+
+
+def test_a_prompt_says_how_long_it_waited_and_was_computed() -> None:
+    engine = Engine(max_batched_tokens=4, max_running_requests=1)
+    compute = engine.runner.execute
+
+    def slowly(*arguments: Any) -> Any:
+        engine.now += 0.25
+        return compute(*arguments)
+
+    engine.runner.execute = slowly  # type: ignore[method-assign]
+    # The call came half a second before the engine had time for it.
+    first = engine.ask(list(range(10)), arrived=-0.5)
+    second = engine.ask([1] * 4)
+    engine.run()
+    # Steps begin a second apart and take a quarter: at 1, 2.25 and 3.5.
+    assert first.end is not None
+    assert (first.end.queue_seconds, first.end.compute_seconds) == (1.5, 2.75)
+    assert second.end is not None
+    assert (second.end.queue_seconds, second.end.compute_seconds) == (4.75, 0.25)
 
 
 def test_a_cached_prompt_is_sent_without_being_computed() -> None:

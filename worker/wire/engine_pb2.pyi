@@ -175,16 +175,34 @@ class TokenLogprobs(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
-    __slots__ = ("cached_tokens", "prefill_cached_tokens", "prompt_logprobs", "transfer")
+    __slots__ = ("cached_tokens", "prefill_cached_tokens", "prompt_logprobs", "transfer", "phases")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     prefill_cached_tokens: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     transfer: Transfer
-    def __init__(self, cached_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
+    phases: Phases
+    def __init__(self, cached_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ...) -> None: ...
+
+class Phases(_message.Message):
+    __slots__ = ("queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "start_ms", "first_token_ms")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    START_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    start_ms: float
+    first_token_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., start_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "queue_ms", "transfer_ms", "attempts", "prefill_replica")
