@@ -70,6 +70,32 @@ class ClusterConfig(BaseSettings):
     mode: Mode = Field(Mode.DISAGGREGATED, description="Prefill and decode apart, or one engine that does both.")
     prefill_replicas: int = Field(1, ge=1, le=1024, description="Number of prefill replicas.")
     decode_replicas: int = Field(1, ge=1, le=1024, description="Number of decode (or colocated) replicas.")
+    max_prefill_replicas: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Prefill replicas are added up to this number, by queued prompt tokens, and removed again down to "
+        "--prefill-replicas. Default: their number stays.",
+    )
+    max_decode_replicas: int | None = Field(
+        None, ge=1, le=1024, description="The same for decode (or colocated) replicas, by their use of KV and seats."
+    )
+    scale_prefill_at: int = Field(
+        8192, ge=1, description="Queued prompt tokens per prefill replica beyond which there should be another."
+    )
+    scale_decode_at: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Part of KV blocks, or of --max-running-requests, in use per decode replica beyond which there "
+        "should be another.",
+    )
+    scale_up_seconds: float = Field(
+        10.0, ge=0, le=86400, description="Seconds that a role must need more replicas before it gets them."
+    )
+    scale_down_seconds: float = Field(
+        300.0, ge=0, le=86400, description="Seconds that a role must need fewer replicas before some are drained."
+    )
     tensor_parallel_size: int = Field(
         1,
         ge=1,
@@ -366,9 +392,21 @@ class ClusterConfig(BaseSettings):
         return {Role.PREFILL: self.prefill_replicas, Role.DECODE: self.decode_replicas}
 
     @property
+    def most_replicas(self) -> dict[Role, int]:
+        """The same when every role is scaled up as far as it may be. Raises ``ConfigError`` for less than at first."""
+        most = {}
+        for role, count in self.replicas.items():
+            name = "prefill" if role is Role.PREFILL else "decode"
+            limit = self.max_prefill_replicas if role is Role.PREFILL else self.max_decode_replicas
+            if limit is not None and limit < count:
+                raise ConfigError(f"--max-{name}-replicas is {limit}, less than --{name}-replicas, which is {count}")
+            most[role] = limit or count
+        return most
+
+    @property
     def ranks(self) -> int:
-        """How many ranks all replicas have."""
-        return sum(count * self.ranks_of(role) for role, count in self.replicas.items())
+        """How many ranks all replicas have, scaled up as far as they may be."""
+        return sum(count * self.ranks_of(role) for role, count in self.most_replicas.items())
 
 
 def flag_of(field: str) -> str:

@@ -5,6 +5,7 @@ engine's actors in its placement group and ends with them, so that Serve replace
 """
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -14,14 +15,16 @@ from typing import Any
 import ray
 from ray import serve
 from ray.actor import ActorHandle
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.util import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.autoscaling import LOAD, RolePolicy
 from cluster.config import ClusterConfig, Placement
 from cluster.front_end import FrontEnd, FrontEndConfig
 from cluster.rank_actor import RankActor
 from cluster.replica_actor import ReplicaActor
-from worker.config import EngineConfig
+from worker.config import EngineConfig, Role
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ HUNG_SECONDS = 8.0
 STOP_SECONDS = 5.0
 """For what follows draining. Serve's own patience is a little longer."""
 LISTEN_SECONDS = 60.0
+LOAD_SECONDS = 15.0
+"""Roles are scaled by the average load of so long. Replicas send theirs every 10 s."""
 
 
 class EngineSupervisor:
@@ -59,6 +64,10 @@ class EngineSupervisor:
     def check_health(self) -> None:
         """Called by Serve; raises when the engine needs a new process."""
         ray.get(self._engine.require_health.remote(), timeout=HEALTH_SECONDS)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve where the role is scaled."""
+        return {LOAD: await self._engine.demand.remote()}
 
     def __del__(self) -> None:
         """Called by Serve before the process ends: the engine finishes what it has, then ends."""
@@ -134,9 +143,31 @@ class FrontEndSupervisor:
         self._front_end.stop()
 
 
-def role_resource(part: str) -> dict[str, float]:
-    """What a replica takes of its node under ``Placement.ROLE``. ``part`` is a role or ``front-end``."""
-    return {f"crosskv-{part}": 1.0}
+def role_resource(part: str, ranks: int = 1) -> dict[str, float]:
+    """What each rank takes of its node under ``Placement.ROLE``: a replica takes 1. ``part``: a role or ``front-end``.
+
+    Were it only one rank's, the others could be on nodes of another role.
+    """
+    # In Ray's own unit, and rounded down, for all of them must fit on a node that has 1.
+    return {f"crosskv-{part}": math.floor(1e4 / ranks) / 1e4}
+
+
+def _number(config: ClusterConfig, role: Role) -> dict[str, Any]:
+    """Serve's options for how many replicas of a role there are."""
+    least, most = config.replicas[role], config.most_replicas[role]
+    if least == most:
+        return {"num_replicas": least}
+    target = config.scale_prefill_at if role is Role.PREFILL else config.scale_decode_at
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=least,
+            max_replicas=most,
+            upscale_delay_s=config.scale_up_seconds,
+            downscale_delay_s=config.scale_down_seconds,
+            look_back_period_s=LOAD_SECONDS,
+            policy=AutoscalingPolicy(policy_function=RolePolicy, policy_kwargs={"target": target}),
+        )
+    }
 
 
 def build_application(
@@ -148,17 +179,17 @@ def build_application(
 ) -> serve.Application:
     """The whole cluster as one Serve application. ``front_end_resources`` name the nodes that fit the front end."""
     engines = []
-    for role, replicas in config.replicas.items():
+    for role in config.replicas:
         engine = replace(config.engine_config(role, config.model).with_threads(threads), token=front_end.token)
         bundle = {"CPU": float(threads)} | ({"GPU": 1.0} if engine.device.startswith("cuda") else {})
-        rank_bundles = [dict(bundle) for _ in range(engine.tensor_parallel_size)]
         if config.placement is Placement.ROLE:
-            rank_bundles[0] |= role_resource(role.value)
+            bundle |= role_resource(role.value, engine.tensor_parallel_size)
+        rank_bundles = [dict(bundle) for _ in range(engine.tensor_parallel_size)]
         engines.append(
             serve.deployment(EngineSupervisor)
             .options(
                 name=role.value,
-                num_replicas=replicas,
+                **_number(config, role),
                 placement_group_bundles=[{"CPU": SUPERVISOR_CPUS}, *rank_bundles],
                 placement_group_strategy="PACK",
                 ray_actor_options={"num_cpus": SUPERVISOR_CPUS},

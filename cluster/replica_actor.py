@@ -13,6 +13,7 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from cluster.demand import demand
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
 from cluster.model_store import resolve_model
 from cluster.rank_actor import on_sigterm, on_this_machine
@@ -20,6 +21,7 @@ from cluster.router import PrefillRouter
 from cluster.text.vocabulary import vocabulary_of
 from worker.config import EngineConfig, Role
 from worker.grammar.vocabulary import Vocabulary
+from worker.replica_load import ReplicaLoad
 
 if TYPE_CHECKING:
     from worker.ranks.followers import Followers
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 
 TRANSFER_GRACE = 2.0
 """Seconds that decode replicas have at least to take what is computed when a prefill replica ends."""
+LOAD_SECONDS = 5.0
+"""What an engine that does not say its load meanwhile said last is what is reported."""
 
 
 class _Life(Enum):
@@ -56,6 +60,8 @@ class ReplicaActor:
         self._followers: Followers | None = None
         self._running: Replica | None = None
         self._life = _Life.SERVING
+        self._load = ReplicaLoad()
+        self._live: list[ReplicaRecord] = []
         self._end: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="replica", daemon=True).start()
@@ -87,7 +93,7 @@ class ReplicaActor:
 
     @property
     def _record(self) -> "ReplicaRecord":
-        return replace(self._replica.record, draining=self._life is not _Life.SERVING)
+        return replace(self._replica.record, draining=self._life is not _Life.SERVING, load=self._load)
 
     def run(self) -> None:
         """Report to the directory until the replica is stopped. Raises when the engine has failed."""
@@ -95,6 +101,10 @@ class ReplicaActor:
 
     def beat(self) -> None:
         """Return: this process runs."""
+
+    def demand(self) -> float:
+        """What this replica adds to the load by which its role is scaled."""
+        return demand(self._record, self._live)
 
     def require_health(self) -> None:
         """Raise if only a new process helps."""
@@ -110,13 +120,23 @@ class ReplicaActor:
         self._loop.call_soon_threadsafe(self._begin_to_end)
 
     async def _run(self) -> None:
+        await asyncio.gather(self._report(), self._measure())
+
+    async def _measure(self) -> None:
+        """Keep up with what the engine is asked for; heartbeats must not wait for its answers."""
+        while self._life is _Life.SERVING:
+            load = await asyncio.to_thread(self._replica.load, LOAD_SECONDS)
+            self._load = load or self._load
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _report(self) -> None:
         updating: asyncio.Task[None] | None = None
         while self._life is not _Life.ENDED:
             self._replica.require_health()
             if self._followers is not None and self._followers.leaving:
                 self._begin_to_end()
             try:
-                live = await self._directory.report(self._record)
+                live = self._live = await self._directory.report(self._record)
             except Exception:
                 log.exception("the replica directory does not answer")
             else:

@@ -60,7 +60,8 @@ def _replicas(config: ClusterConfig) -> str:
     """How many there are of which role, and over how many ranks each is split."""
     parts = []
     for role, count in config.replicas.items():
-        ranks = config.ranks_of(role)
-        parts.append(f"{count} {role.value}" + (f" of {ranks} ranks" if ranks > 1 else ""))
+        ranks, most = config.ranks_of(role), config.most_replicas[role]
+        number = str(count) if most == count else f"{count} to {most}"
+        parts.append(f"{number} {role.value}" + (f" of {ranks} ranks" if ranks > 1 else ""))
     transport = f", KV over {config.transport.value}" if len(parts) > 1 else ""
     return " + ".join(parts) + transport

@@ -19,6 +19,7 @@ from worker.events import (
     ClientGone,
     DecodeEvent,
     DrainStarted,
+    LoadWanted,
     StatusWanted,
     Submitted,
 )
@@ -34,6 +35,7 @@ from worker.prompt_phases import PromptPhases
 from worker.ranks.commands import ClearBlocks, CopyBlocks
 from worker.ranks.process_group import RankLost
 from worker.ranks.team import RankTeam
+from worker.replica_load import ReplicaLoad, occupancy
 from worker.request import Client, Request, RequestLimits, make_sequence, request_id_of
 from worker.sampler import sample
 from worker.sampling_params import InvalidRequest
@@ -106,6 +108,8 @@ class DecodeEngine:
                 self._outbox.gone(event.client)
             case StatusWanted():
                 event.reply(self.status())
+            case LoadWanted():
+                event.reply(self._replica_load())
             case CacheCleared():
                 self._cache.pool.clear_cache()
                 event.reply()
@@ -166,6 +170,20 @@ class DecodeEngine:
             queue_limit=self._scheduler.queue_limit,
             queue_ms_per_request=int((self._scheduler.pace.wait(1) or 0.0) * 1e3),
             draining=self._drain is not None,
+        )
+
+    def _replica_load(self) -> ReplicaLoad:
+        """What waits for a prefill replica needs no other decode replica."""
+        counts, scheduler = self._cache.counts(), self._scheduler
+        waiting = scheduler.waiting
+        return ReplicaLoad(
+            queued_prompt_tokens=waiting.tokens if scheduler.awaits_prefill else 0,
+            occupancy=occupancy(
+                kv_use=counts.held / counts.total,
+                seats_used=len(scheduler.running) + len(scheduler.receiving),
+                seats=self._config.max_running_requests,
+                queued=0 if scheduler.awaits_prefill else len(waiting),
+            ),
         )
 
     def status(self) -> wire.StatusReply:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kv_transfer.transfer import PieceArrived, TransferEnded
 from worker.grammar.grammars import GrammarReady
 from worker.incoming_transfers import RankReceived
+from worker.replica_load import ReplicaLoad
 from worker.request import Client
 from worker.wire import engine_pb2 as wire
 
@@ -49,6 +50,13 @@ class StatusWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadWanted:
+    """Someone asks how much there is to do; ``reply`` is called on the engine's thread."""
+
+    reply: Callable[[ReplicaLoad], None]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheCleared:
     """Forget every cached prefix; ``reply`` is called when it is done."""
 
@@ -68,6 +76,7 @@ DecodeEvent = (
     | ClientArrived
     | ClientGone
     | StatusWanted
+    | LoadWanted
     | CacheCleared
     | DrainStarted
     | PieceArrived

@@ -13,12 +13,13 @@ import grpc
 
 from kv_transfer.prefill_server import PrefillJob, RankStream
 from worker.config import EngineConfig
-from worker.events import CacheCleared, DrainStarted, StatusWanted
+from worker.events import CacheCleared, DrainStarted, LoadWanted, StatusWanted
 from worker.failure import Failure
 from worker.model_runner import ModelRunner
 from worker.ranks.commands import ClearBlocks, CloseOutgoing, Compute, OpenOutgoing, SendComputed, Summary
 from worker.ranks.process_group import RankLost
 from worker.ranks.team import RankTeam
+from worker.replica_load import ReplicaLoad
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler, StepPlan
 from worker.sequence import RequestId, Sequence
@@ -26,7 +27,7 @@ from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-PrefillEvent = PrefillJob | RankStream | StatusWanted | CacheCleared | DrainStarted
+PrefillEvent = PrefillJob | RankStream | StatusWanted | LoadWanted | CacheCleared | DrainStarted
 
 
 @dataclass(slots=True)
@@ -78,6 +79,8 @@ class PrefillEngine:
                 self._team.outgoing.attach(event)
             case StatusWanted():
                 event.reply(self.status())
+            case LoadWanted():
+                event.reply(ReplicaLoad(queued_prompt_tokens=self._prompt_tokens()))
             case CacheCleared():
                 self._cache.pool.clear_cache()
                 event.reply()
@@ -124,7 +127,7 @@ class PrefillEngine:
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             total_blocks=counts.total,
-            outstanding_prompt_tokens=sum(sequence.pending for sequence in self._scheduler.live()),
+            outstanding_prompt_tokens=self._prompt_tokens(),
             draining=self._drain is not None,
         )
 
@@ -152,6 +155,10 @@ class PrefillEngine:
         del now
         for prompt in list(self._jobs.values()):
             self._give_up(prompt, Failure.STOPPED, grpc.StatusCode.UNAVAILABLE, "the replica is shutting down")
+
+    def _prompt_tokens(self) -> int:
+        """Of accepted prompts, those that are not computed."""
+        return sum(sequence.pending for sequence in self._scheduler.live())
 
     def _accept(self, job: PrefillJob, now: float) -> None:
         own = len(self._runner.prefix_tokens)

@@ -5,6 +5,7 @@ Ray: tests make it in plain processes.
 """
 
 import logging
+import queue
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
 from worker.dtype import choose_device
 from worker.engine_loop import EngineLoop
-from worker.events import DrainStarted
+from worker.events import DrainStarted, LoadWanted
 from worker.grammar.grammars import Grammars
 from worker.grammar.vocabulary import VocabularySource
 from worker.heap import keep_freed_memory
@@ -40,6 +41,7 @@ from worker.ranks.process_group import TorchRankGroup
 from worker.ranks.rank import Rank
 from worker.ranks.rank_group import SOLO, RankGroup
 from worker.ranks.team import RankTeam
+from worker.replica_load import ReplicaLoad
 from worker.replica_record import ReplicaRecord
 from worker.session_server import SessionServer
 from worker.watchdog import Watchdog
@@ -171,6 +173,15 @@ class Replica:
         drained = threading.Event()
         self._inbox.put(DrainStarted(drained.set))
         return drained.wait(seconds)
+
+    def load(self, seconds: float) -> ReplicaLoad | None:
+        """What it is asked for now; None if its engine, busy with a step, does not say so within ``seconds``."""
+        answer: queue.SimpleQueue[ReplicaLoad] = queue.SimpleQueue()
+        self._inbox.put(LoadWanted(answer.put))
+        try:
+            return answer.get(timeout=seconds)
+        except queue.Empty:
+            return None
 
     def require_health(self) -> None:
         """Raise ``Unhealthy`` if the engine's thread has ended or hangs, or a rank is lost."""

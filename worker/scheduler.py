@@ -130,6 +130,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._epochs = 0
         self._head_is_stuck = False
+        self.awaits_prefill = False
+        """Whether the queue stands because no prefill replica takes another prompt, and not for want of blocks."""
         self.preemptions = 0
         self.local_prefills = 0
         self.prefix_queries = 0
@@ -216,12 +218,14 @@ class Scheduler:
         admitted: list[Sequence] = []
         newcomers = 0
         self._head_is_stuck = self.preemptions > preempted_before
+        self.awaits_prefill = False
         # After a preemption nothing is admitted: the preempted sequence would only come back and push others out.
         while self.waiting and budget > 0 and self._has_seat() and self.preemptions == preempted_before:
             sequence = self.waiting.head
             received = self._wants_received(sequence, credit)
             transfer = received and not self._cache.lacks_nothing(sequence)
-            if (transfer and credit.streams <= len(transfers)) or not self._admit(sequence, received):
+            self.awaits_prefill = transfer and credit.streams <= len(transfers)
+            if self.awaits_prefill or not self._admit(sequence, received):
                 self._head_is_stuck = True
                 break
             self.waiting.pop()

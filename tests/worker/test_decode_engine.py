@@ -7,9 +7,10 @@ import torch
 from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, logits_after
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
-from worker.events import Aborted, ClientArrived, ClientGone, DrainStarted, Submitted
+from worker.events import Aborted, ClientArrived, ClientGone, DrainStarted, LoadWanted, Submitted
 from worker.ranks.rank import Rank
 from worker.ranks.team import RankTeam
+from worker.replica_load import ReplicaLoad
 from worker.wire import engine_pb2 as wire
 
 
@@ -347,6 +348,23 @@ def test_draining_finishes_what_was_taken_and_hands_back_the_rest() -> None:
     assert engine.front_end.tokens("running") == greedy([1], 4)
     assert engine.front_end.tokens("waiting") == greedy([2], 3)
     assert drained
+
+
+def test_its_load_is_what_it_holds_and_what_others_wait_for() -> None:
+    """Of 32 blocks of 4 tokens a prompt of 62 takes half: two hold all, and two wait for as much."""
+    engine = Engine(max_running_requests=3)
+    loads: list[ReplicaLoad] = []
+    for name, prompt in (("a", [1] * 62), ("b", [2] * 62), ("c", [3] * 62), ("d", [4] * 62)):
+        engine.submit(name, prompt, max_tokens=20)
+        engine.step()
+        engine.engine.handle(LoadWanted(loads.append), engine.now)
+        if name == "a":
+            assert loads[0].occupancy == pytest.approx(16 / 32)
+    assert max(load.occupancy for load in loads) > 1
+    assert not any(load.queued_prompt_tokens for load in loads)
+    engine.run()
+    engine.engine.handle(LoadWanted(loads.append), engine.now)
+    assert loads[-1] == ReplicaLoad()
 
 
 def test_leaving_takes_along_ones_own_requests_only() -> None:

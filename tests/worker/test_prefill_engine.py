@@ -10,11 +10,12 @@ from kv_transfer.prefill_server import PrefillJob, RankStream, TransferName
 from tests.worker.kept_stream import KeptStream
 from tests.worker.scripted_runner import VOCAB_SIZE, ScriptedRunner, hybrid_layers, uniform_layers
 from worker.config import EngineConfig, Role
-from worker.events import DrainStarted
+from worker.events import DrainStarted, LoadWanted
 from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_engine import PrefillEngine
 from worker.ranks.rank import Rank
 from worker.ranks.team import RankTeam
+from worker.replica_load import ReplicaLoad
 
 
 class Engine:
@@ -298,6 +299,19 @@ def test_draining_finishes_prompts_and_is_busy_for_others() -> None:
     assert drained
     assert begun.end is not None
     engine.require_complete()
+
+
+def test_its_load_is_the_prompt_tokens_that_are_not_computed() -> None:
+    engine = Engine(max_batched_tokens=4, max_running_requests=1)
+    loads: list[ReplicaLoad] = []
+    for _ in range(2):
+        engine.ask([0] * 20)
+    engine.engine.handle(LoadWanted(loads.append), engine.now)
+    engine.step()
+    engine.engine.handle(LoadWanted(loads.append), engine.now)
+    engine.run()
+    engine.engine.handle(LoadWanted(loads.append), engine.now)
+    assert [load.queued_prompt_tokens for load in loads] == [40, 36, 0]
 
 
 def test_a_full_queue_is_busy_and_a_stop_is_told() -> None:

@@ -233,6 +233,20 @@ def test_without_credit_a_prompt_waits_and_holds_nothing() -> None:
     engine.settle()
 
 
+def test_a_queue_knows_what_it_waits_for() -> None:
+    engine = SchedulerSimulation(Role.DECODE, num_blocks=8, block_size=2, max_running_requests=3)
+    for _ in range(4):
+        engine.ask([1] * 5)
+    scheduler = engine.scheduler
+    engine.step(PrefillCredit(reachable=True, streams=1))
+    assert (len(scheduler.receiving), scheduler.awaits_prefill) == (1, True)
+    # The second gets the last blocks: now it is those that the others wait for.
+    engine.step(ANY_NUMBER)
+    assert (len(scheduler.receiving), scheduler.awaits_prefill) == (2, False)
+    engine.settle()
+    assert not scheduler.awaits_prefill
+
+
 @pytest.mark.parametrize(("prompt_len", "transferred"), [(1, False), (2, False), (4, False), (5, True)])
 def test_short_suffixes_are_computed_here(prompt_len: int, transferred: bool) -> None:
     engine = SchedulerSimulation(Role.DECODE, num_blocks=8, block_size=2, local_prefill_threshold=3)
