@@ -186,6 +186,23 @@ def demo(
     run_demo(model, question, json_file, Console())
 
 
+@app.command("drain-node")
+def drain_node(
+    node_ip_address: Annotated[str, typer.Option(help="The node, by its address in the Ray cluster.")],
+    seconds: Annotated[float, typer.Option(min=1, help="When the node will end.")] = 100.0,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(envvar="RAY_ADDRESS", help="host:port of the Ray cluster. Default: the one on this machine."),
+    ] = None,
+) -> None:
+    """Wait until replicas on a Ray node have finished what they have and ended, their successors started elsewhere."""
+    import asyncio  # noqa: PLC0415
+
+    from cluster.node_drain import drain_node, ray_cluster  # noqa: PLC0415
+
+    asyncio.run(drain_node(ray_cluster(ray_address), node_ip_address, seconds))
+
+
 def main() -> None:
     """Run the command line."""
     errors = Console(stderr=True)

@@ -10,6 +10,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 from ray.scripts.scripts import start
 from ray.serve.schema import ServeDeploySchema
 from typer.main import get_command
@@ -17,10 +22,12 @@ from typer.main import get_command
 import cluster.application
 from cluster.cli import app
 from cluster.config import ClusterConfig
-from cluster.deployments import role_resource
+from cluster.deployments import STOP_SECONDS, role_resource
+from tests.cluster.test_placement import bundles, deployments
 from tests.k8s.kubectl import K8S, REPOSITORY, render
+from worker.config import Role
 
-OVERLAYS = ("cpu-demo", "gpu-1p1d", "gpu-2p4d")
+OVERLAYS = ("cpu-demo", "gpu-1p1d", "gpu-2p4d-tp")
 RENDERED = (*(f"overlays/{name}" for name in OVERLAYS), "base", "load-test")
 CUSTOM = {"ray.io/v1", "monitoring.coreos.com/v1"}
 ENGINE_PORTS = (53000, 60999)
@@ -129,13 +136,23 @@ def test_settings_exist_and_fit_the_pods(name: str) -> None:
     assert made["front-end"]["replicas"] == 1
     assert made["prefill"]["replicas"] == config.prefill_replicas
     assert made["decode"]["replicas"] == config.decode_replicas
-    for part in ("prefill", "decode"):
-        group = made[part]
+    scaled = ray_cluster(f"overlays/{name}").get("enableInTreeAutoscaling", False)
+    for role in (Role.PREFILL, Role.DECODE):
+        group, ranks = made[role.value], config.ranks_of(role)
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-        assert float(group["rayStartParams"]["num-cpus"]) > config.threads
-        has_gpu = "nvidia.com/gpu" in container(group)["resources"]["limits"]
-        assert has_gpu == config.device.startswith("cuda") == ("num-gpus" in group["rayStartParams"])
-        assert container(group)["image"].endswith(":cuda" if has_gpu else ":cpu")
+        if scaled:
+            assert group["minReplicas"] == config.replicas[role]
+            assert group["maxReplicas"] == config.most_replicas[role] > config.replicas[role]
+        else:
+            assert config.most_replicas == config.replicas, "nobody would add pods"
+        assert float(group["rayStartParams"]["num-cpus"]) > config.threads * ranks
+        assert float(container(group)["resources"]["limits"]["cpu"]) >= float(group["rayStartParams"]["num-cpus"])
+        limits, gpus = container(group)["resources"]["limits"], group["rayStartParams"].get("num-gpus", "0")
+        assert limits.get("nvidia.com/gpu", "0") == gpus == (str(ranks) if config.device.startswith("cuda") else "0")
+        assert container(group)["image"].endswith(":cpu" if gpus == "0" else ":cuda")
+        # NCCL's ranks of one pod need more shared memory than a container has.
+        mounts = {mount["mountPath"] for mount in container(group)["volumeMounts"]}
+        assert ("/dev/shm" in mounts) == (int(gpus) > 1)
     images = {container(group)["image"] for group in [*made.values(), ray_cluster(f"overlays/{name}")["headGroupSpec"]]}
     assert len(images) == 1, "Ray wants one version everywhere"
     front_end = container(made["front-end"])
@@ -216,6 +233,52 @@ def test_image_runs_a_command_that_exists() -> None:
     assert copied == ["cluster", "worker", "kv_transfer", "kernels"]
 
 
+@pytest.mark.parametrize("directory", RENDERED)
+def test_a_pod_that_is_deleted_waits_for_its_replicas(directory: str) -> None:
+    """For as long as they may drain, and it is not killed before."""
+    drain = ClusterConfig(**arguments(directory)).drain_seconds if directory != "load-test" else 30.0
+    command = get_command(app).commands["drain-node"]
+    for part, group in groups(directory).items():
+        pod = group["template"]["spec"]
+        (shell, _, script) = container(group)["lifecycle"]["preStop"]["exec"]["command"]
+        assert shell == "/bin/sh"
+        program, name, *rest = shlex.split(script.replace("$POD_IP", "10.0.0.1"))
+        assert (program, name) == ("crosskv", "drain-node")
+        given = command.make_context("drain-node", rest).params
+        assert given["node_ip_address"] == "10.0.0.1"
+        (variable,) = (each for each in container(group)["env"] if each["name"] == "POD_IP")
+        assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+        # Serve's patience with a replica that drains, and what a front end goes on answering for before.
+        assert given["seconds"] >= drain + STOP_SECONDS + 3 + 10, part
+        assert given["seconds"] <= pod["terminationGracePeriodSeconds"] - 10, part
+
+
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name.startswith("gpu")])
+def test_what_serve_has_no_place_for_gets_pods_of_its_role(name: str) -> None:
+    """Ray's autoscaler, asked for the bundles that Serve waits for, launches as many pods as there may be, no other."""
+    directory = f"overlays/{name}"
+    config = ClusterConfig(**arguments(directory))
+    cluster_object = {"metadata": {"name": "crosskv", "namespace": "crosskv"}, "spec": ray_cluster(directory)}
+    kinds = AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(cluster_object), skip_content_hash=True)
+    made = deployments(config)
+    wanted = [
+        GangResourceRequest(requests=[ResourceRequestUtil.make(bundle) for bundle in bundles(made[role.value])])
+        for role, most in config.most_replicas.items()
+        for _ in range(most)
+    ]
+    reply = ResourceDemandScheduler().schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=kinds.get_node_type_configs(),
+            max_num_nodes=kinds.get_max_num_nodes(),
+            gang_resource_requests=wanted,
+        )
+    )
+    assert not reply.infeasible_gang_resource_requests
+    launched = {launch.instance_type: launch.count for launch in reply.to_launch}
+    assert launched == {"front-end": 1} | {role.value: most for role, most in config.most_replicas.items()}
+
+
 def mounted(template: dict) -> dict[str, str]:
     """Which Secret's keys lie in which directory of a pod."""
     spec = template["spec"]
@@ -232,7 +295,7 @@ def test_secrets_lie_where_settings_look_for_them_and_nowhere_else(directory: st
     guide = (REPOSITORY / "docs" / "kubernetes.md").read_text()
     made = set(re.findall(r"create secret generic (\S+) --from-literal=(\w+)=", guide))
     for part, group in parts.items():
-        variables = {each["name"]: each["value"] for each in container(group)["env"]}
+        variables = {each["name"]: each["value"] for each in container(group)["env"] if "value" in each}
         assert not {"CROSSKV_API_KEY", "CROSSKV_CLUSTER_TOKEN"} & variables.keys(), "seen by who may see pods"
         secrets = mounted(group["template"])
         files = {name: Path(variables[f"CROSSKV_{name.upper()}"]) for name in ("api_key_file", "cluster_token_file")}
