@@ -10,12 +10,12 @@ STAMP := $(VENV)/installed
 DEV := $(VENV)/installed-dev
 MODEL ?= smollm2
 TEST_WORKERS ?= 2
-ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/scale_out
+ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/k8s/pods --ignore tests/scale_out
 OTHERS := build/tests/others.log
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
+.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel check-image lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
@@ -23,8 +23,9 @@ help:
 	@echo "make test         linters, types, generated stubs, tests"
 	@echo "make test-faults  every process of a cluster killed and stopped in every state of a request; make test has some"
 	@echo "make test-deployed  ray job submit and serve deploy on a Ray cluster of its own; not part of make test"
-	@echo "make test-scale-out  replicas on two Ray nodes with networks of their own; needs root; not part of make test"
+	@echo "make test-scale-out  replicas on Ray nodes with networks of their own, also as pods; needs root; not part of make test"
 	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, both transports; make test has some of them"
+	@echo "make check-image  the image's recipe in a clean Debian, without a container engine; needs root and debootstrap"
 	@echo "make lint         only linters and types"
 	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
 	@echo "make bench-headless-prefill  prefill of 2,000 tokens without the layers that nothing later depends on"
@@ -62,9 +63,13 @@ test-faults: $(DEV)
 test-deployed: $(DEV)
 	$(PY) -m pytest tests/k8s/deployed
 
-# A Ray cluster of two nodes in namespaces. About ten minutes on two cores; needs root.
+# Ray clusters of several nodes in namespaces. About fifteen minutes on two cores; needs root.
 test-scale-out: $(DEV)
-	$(PY) -m pytest tests/scale_out
+	$(PY) -m pytest tests/scale_out tests/k8s/pods
+
+# The Dockerfile's instructions in build/image. MOUNTS are directories that pip's variables name.
+check-image: $(DEV)
+	$(PY) -m tests.k8s.image_root build/image $(MOUNTS)
 
 # Every pair of tensor-parallel sizes over both transports: more than a hundred pairs of replicas.
 test-tensor-parallel: $(DEV)

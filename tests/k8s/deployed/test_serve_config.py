@@ -1,36 +1,27 @@
-"""A Serve config file deployed on a running Ray cluster, as a RayService does it with the one that it embeds."""
+"""The Serve config that each RayService embeds, deployed on a running Ray cluster as KubeRay does it."""
 
 from pathlib import Path
 
-import httpx
 import pytest
-import yaml
 
-from cluster.ports import free_port
-from tests.k8s.deployed.conftest import RayHead, answers, complete, until
-from tests.k8s.kubectl import K8S
+from cluster.config import ClusterConfig
+from tests.k8s.deployed.conftest import RayHead, complete, deployed, until
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_serve_deploy(ray_head: RayHead, tiny_model: Path, tmp_path: Path) -> None:
-    """The base's file, with a tiny model and a free port in place of its own."""
-    config = yaml.safe_load((K8S / "base" / "serve-config.yaml").read_text())
-    port = free_port()
-    config["applications"][0]["args"] |= {
-        "model": str(tiny_model),
-        "served_model_name": "tiny",
-        "port": port,
-        "host": "127.0.0.1",
-        "kv_cache_memory": "8MiB",
-    }
-    file = tmp_path / "serve-config.yaml"
-    file.write_text(yaml.safe_dump(config))
-    ray_head.run("serve", "deploy", str(file))
-    url = f"http://127.0.0.1:{port}"
-    until(240, "/health", lambda: answers(f"{url}/health"))
-    complete(url)
-    status = httpx.get(f"{ray_head.dashboard}/api/serve/applications/", timeout=10).json()
-    assert status["applications"]["crosskv"]["status"] == "RUNNING"
-    ray_head.run("serve", "shutdown", "-y")
-    until(60, "the end of every replica", lambda: not ray_head.actors() - {"Directory", "JobSupervisor"})
+@pytest.mark.parametrize("overlay", ["cpu-demo", "gpu-1p1d", "gpu-2p4d-tp"])
+def test_an_embedded_config(overlay: str, ray_head: RayHead, tiny_model: Path, tmp_path: Path) -> None:
+    """A tiny model on CPUs in place of its own, and one replica of each role; ranks and transport are the config's."""
+    one = {"prefill_replicas": 1, "decode_replicas": 1}
+    with deployed(ray_head, overlay, tiny_model, tmp_path / "serve-config.yaml", **one) as deployment:
+        complete(deployment.base_url)
+        until(60, "RUNNING", lambda: deployment.status() == "RUNNING")
+        config = ClusterConfig(**deployment.config["applications"][0]["args"])
+        names = [" ".join(process.cmdline()[:1]) for process in ray_head.processes() if process.is_running()]
+        assert sum(name.startswith("ray::ReplicaActor") for name in names) == 2
+        assert sum(name.startswith("ray::RankActor") for name in names) == config_ranks(config) - 2
+
+
+def config_ranks(config: ClusterConfig) -> int:
+    return sum(config.ranks_of(role) for role in config.replicas)
