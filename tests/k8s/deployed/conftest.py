@@ -57,6 +57,11 @@ class RayHead:
         reply = httpx.get(f"{self.dashboard}/api/v0/actors", params=query, timeout=20).json()
         return {actor["class_name"] for actor in reply["data"]["result"]["result"]}
 
+    def nodes(self) -> set[str]:
+        """Addresses of those that live."""
+        reply = httpx.get(f"{self.dashboard}/api/v0/nodes", timeout=20).json()
+        return {node["node_ip"] for node in reply["data"]["result"]["result"] if node["state"] == "ALIVE"}
+
     def processes(self) -> set[psutil.Process]:
         """Everything that has come of it."""
         return set(self.process.children(recursive=True))
@@ -117,7 +122,9 @@ def ray_cluster(python: Path, log_file: Path, resources: str, **variables: str) 
     with ray_node(python, environment, log_file, *options) as (process, _):
         url = f"http://127.0.0.1:{dashboard}"
         until(120, "the dashboard", lambda: answers(f"{url}/api/version"))
-        yield RayHead(python, f"127.0.0.1:{port}", url, environment, process)
+        head = RayHead(python, f"127.0.0.1:{port}", url, environment, process)
+        until(60, "its own node", lambda: bool(head.nodes()))
+        yield head
 
 
 @pytest.fixture(scope="session")

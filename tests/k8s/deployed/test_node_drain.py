@@ -47,14 +47,9 @@ def add_node(ray_head: RayHead, tmp_path: Path) -> Iterator:
                 f"--metrics-export-port={free_port()}",
             )
             nodes.enter_context(ray_node(ray_head.python, ray_head.environment, tmp_path / address, *options))
-            until(60, "the node", lambda: address in alive(ray_head))
+            until(60, "the node", lambda: address in ray_head.nodes())
 
         yield add
-
-
-def alive(head: RayHead) -> set[str]:
-    listed = httpx.get(f"{head.dashboard}/api/v0/nodes", timeout=20).json()["data"]["result"]["result"]
-    return {node["node_ip"] for node in listed if node["state"] == "ALIVE"}
 
 
 def replicas(deployment: Deployment) -> set[str]:
@@ -65,7 +60,7 @@ def test_the_hook_waits_until_a_replica_has_finished(
     ray_head: RayHead, tiny_model: Path, tmp_path: Path, add_node
 ) -> None:
     """Streams that it answers end as they would have; a successor is on the node that had room."""
-    (head_address,) = alive(ray_head)
+    (head_address,) = ray_head.nodes()
     add_node(SECOND)
     file = tmp_path / "serve-config.yaml"
     with deployed(ray_head, "cpu-demo", tiny_model, file, decode_replicas=2) as deployment:

@@ -89,6 +89,20 @@ class Pods:
     def api(self) -> str:
         return f"http://{self.parts['front-end'].address}:8000"
 
+    def all_alive(self) -> bool:
+        """Whether Ray knows every pod. A container that has ended is started again, as Kubernetes does it.
+
+        On a busy machine Ray gives up its start after half a minute, and workers do so that wait for the head.
+        """
+        for pod in self.parts.values():
+            if pod.main is None or pod.main.poll() is not None:
+                pod.start()
+        if not answers(f"{self.dashboard}/api/version"):
+            return False
+        reply = httpx.get(f"{self.dashboard}/api/v0/nodes", timeout=20).json()
+        alive = {node["node_ip"] for node in reply["data"]["result"]["result"] if node["state"] == "ALIVE"}
+        return alive == {pod.address for pod in self.parts.values()}
+
     def ask(self, **headers: str) -> httpx.Response:
         body = {"model": "tiny", "prompt": list(range(4, 40)), "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         return httpx.post(f"{self.api}/v1/completions", json=body, headers=headers, timeout=60)
@@ -151,10 +165,10 @@ def running_pods(work: Path, head_options: str = "", **variables: str) -> Iterat
             (sysctl,) = group["template"]["spec"]["securityContext"]["sysctls"]
             pod.run("sysctl", "-q", "-w", f"{sysctl['name']}={sysctl['value']}")
             pod.start()
-            if first is None:
-                until(120, "the dashboard", lambda: answers(f"http://{parts['head'].address}:8265/api/version"))
+        running = Pods(documents, parts, model)
         try:
-            yield Pods(documents, parts, model)
+            until(400, "every node", running.all_alive)
+            yield running
         finally:
             print(log.read_text())
 

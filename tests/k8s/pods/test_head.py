@@ -81,8 +81,7 @@ def test_replicas_outlive_the_head(lasting_pods: Pods, tmp_path: Path) -> None:
             head = pods.parts["head"]
             head.kill()
             after(20)
-            head.start()
-            until(120, "the dashboard", lambda: answers(f"{pods.dashboard}/api/version"))
+            until(300, "a new head", pods.all_alive)
             until(120, "RUNNING", lambda: status(pods) == "RUNNING")
             after(20)
         finally:
