@@ -125,25 +125,25 @@ def incarnations(serving: Serving) -> set[str]:
     return {status["replica_id"] for status in serving.statuses()}
 
 
-def test_whichever_front_end_is_scraped_answers_for_both(serving: Serving, redundant: ClusterConfig) -> None:
+def test_whichever_front_end_is_scraped_answers_for_both(redeployed: Serving, redundant: ClusterConfig) -> None:
     """Every request and every scrape is a connection of its own, which either of the two may get."""
 
     def served() -> set[float]:
         """How many requests were, by several scrapes."""
-        scraped = [scrape(serving, "crosskv_requests_total", status="200") for _ in range(6)]
+        scraped = [scrape(redeployed, "crosskv_requests_total", status="200") for _ in range(6)]
         assert {len({labels["front_end"] for labels, _ in shown}) for shown in scraped} == {2}
         assert {len(shown) for shown in scraped} == {2}
         return {sum(value for _, value in shown) for shown in scraped}
 
     expected = max(served()) + 12
     for prompt in prompts(12, 20, seed=33):
-        complete(serving, prompt, max_tokens=2)
+        complete(redeployed, prompt, max_tokens=2)
     deadline = time.monotonic() + 10
     while (shown := served()) != {expected}:
         assert time.monotonic() < deadline, (expected, shown)
     for _ in range(6):
-        replicas = [labels["replica"] for labels, _ in scrape(serving, "crosskv_engine_steps_total")]
-        assert sorted(replicas) == sorted(incarnations(serving))
+        replicas = [labels["replica"] for labels, _ in scrape(redeployed, "crosskv_engine_steps_total")]
+        assert sorted(replicas) == sorted(incarnations(redeployed))
 
 
 def test_a_rolling_restart_of_all_roles_fails_no_request(
@@ -161,4 +161,4 @@ def test_a_rolling_restart_of_all_roles_fails_no_request(
     assert load.answered > 2 * CLIENTS
     assert {status["role"] for status in after} == {"prefill", "decode"}
     # What went in order is not lost.
-    assert not any(value for _, value in scrape(serving, "crosskv_replicas_lost_total"))
+    assert not any(value for _, value in scrape(redeployed, "crosskv_replicas_lost_total"))
