@@ -48,21 +48,17 @@ class _Life(Enum):
 class ReplicaActor:
     """See the module. ``model`` and the address ``auto`` are resolved here, since both differ between machines.
 
-    Ray calls each method on a thread of its own, and leaves the main thread to signals; what waits does so on an event
-    loop beside them.
+    It has no coroutines: only then does Ray make an actor in the main thread, where SIGTERM is heard. What waits, waits
+    on an event loop beside it.
     """
 
     def __init__(self, config: EngineConfig, model: str, directory: str) -> None:
         logging.basicConfig(level=logging.INFO)
         self._config = on_this_machine(config, model)
         self._model = model
-        self._directory = DirectoryClient(directory)
+        self._directory = directory
         self._followers: Followers | None = None
-        self._running: Replica | None = None
-        self._life = _Life.SERVING
-        self._load = ReplicaLoad()
-        self._live: list[ReplicaRecord] = []
-        self._end: asyncio.Task[None] | None = None
+        self._service: ReplicaService | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="replica", daemon=True).start()
         on_sigterm(self._told_to_end)
@@ -84,57 +80,84 @@ class ReplicaActor:
         def vocabulary() -> Vocabulary:
             return vocabulary_of(resolve_model(self._model).tokenizer)
 
-        self._running = Replica(self._config, PrefillRouter(), self._followers, vocabulary)
-
-    @property
-    def _replica(self) -> "Replica":
-        assert self._running is not None, "it was not started"
-        return self._running
-
-    @property
-    def _record(self) -> "ReplicaRecord":
-        return replace(self._replica.record, draining=self._life is not _Life.SERVING, load=self._load)
+        replica = Replica(self._config, PrefillRouter(), self._followers, vocabulary)
+        self._service = ReplicaService(
+            replica, self._followers, DirectoryClient(self._directory), self._config.drain_seconds
+        )
 
     def run(self) -> None:
         """Report to the directory until the replica is stopped. Raises when the engine has failed."""
-        asyncio.run_coroutine_threadsafe(self._run(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._started.run(), self._loop).result()
 
     def beat(self) -> None:
         """Return: this process runs."""
 
     def demand(self) -> float:
         """What this replica adds to the load by which its role is scaled."""
-        return demand(self._record, self._live)
+        return self._started.demand()
 
     def require_health(self) -> None:
         """Raise if only a new process helps."""
-        self._replica.require_health()
+        self._started.replica.require_health()
 
     def stop(self) -> None:
         """Take nothing new, finish what was taken, and end; what then is left can be continued elsewhere."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._started.stop(), self._loop).result()
+
+    @property
+    def _started(self) -> "ReplicaService":
+        assert self._service is not None, "it was not started"
+        return self._service
 
     def _told_to_end(self) -> None:
-        if self._running is None:
+        if self._service is None:
             sys.exit("told to end before it served")
-        self._loop.call_soon_threadsafe(self._begin_to_end)
+        self._loop.call_soon_threadsafe(self._service.begin_to_end)
 
-    async def _run(self) -> None:
+
+class ReplicaService:
+    """A replica from the moment it serves: known to the directory, told about its peers, drained in the end.
+
+    Everything but ``demand`` runs on one event loop.
+    """
+
+    def __init__(
+        self, replica: "Replica", followers: "Followers | None", directory: DirectoryClient, drain_seconds: float
+    ) -> None:
+        self.replica = replica
+        self._followers = followers
+        self._directory = directory
+        self._drain_seconds = drain_seconds
+        self._life = _Life.SERVING
+        self._load = ReplicaLoad()
+        self._live: list[ReplicaRecord] = []
+        self._end: asyncio.Task[None] | None = None
+
+    @property
+    def _record(self) -> "ReplicaRecord":
+        return replace(self.replica.record, draining=self._life is not _Life.SERVING, load=self._load)
+
+    def demand(self) -> float:
+        """See ``ReplicaActor.demand``."""
+        return demand(self._record, self._live)
+
+    async def run(self) -> None:
+        """See ``ReplicaActor.run``."""
         await asyncio.gather(self._report(), self._measure())
 
     async def _measure(self) -> None:
         """Keep up with what the engine is asked for; heartbeats must not wait for its answers."""
         while self._life is _Life.SERVING:
-            load = await asyncio.to_thread(self._replica.load, LOAD_SECONDS)
+            load = await asyncio.to_thread(self.replica.load, LOAD_SECONDS)
             self._load = load or self._load
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def _report(self) -> None:
         updating: asyncio.Task[None] | None = None
         while self._life is not _Life.ENDED:
-            self._replica.require_health()
+            self.replica.require_health()
             if self._followers is not None and self._followers.leaving:
-                self._begin_to_end()
+                self.begin_to_end()
             try:
                 live = self._live = await self._directory.report(self._record)
             except Exception:
@@ -148,30 +171,31 @@ class ReplicaActor:
                     draining = {r.incarnation for r in live if r.draining}
                     # Connecting may take seconds; heartbeats must not wait for it.
                     updating = asyncio.create_task(
-                        asyncio.to_thread(self._replica.use_prefill_replicas, prefill, draining)
+                        asyncio.to_thread(self.replica.use_prefill_replicas, prefill, draining)
                     )
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _stop(self) -> None:
-        await self._begin_to_end()
+    async def stop(self) -> None:
+        """See ``ReplicaActor.stop``."""
+        await self.begin_to_end()
 
-    def _begin_to_end(self) -> asyncio.Task[None]:
-        """Once, whoever is the first to say so."""
+    def begin_to_end(self) -> asyncio.Task[None]:
+        """Begin to stop, once, whoever is the first to say so."""
         if self._end is None:
             self._end = asyncio.create_task(self._finish())
         return self._end
 
     async def _finish(self) -> None:
-        deadline = time.monotonic() + self._config.drain_seconds
+        deadline = time.monotonic() + self._drain_seconds
         self._life = _Life.DRAINING
         try:
             await self._directory.report(self._record)
         except Exception:
             log.exception("the replica directory does not answer; the replica itself says that it is draining")
-        if not await asyncio.to_thread(self._replica.drain, self._config.drain_seconds):
-            log.warning("requests are left after %.0f s; they end here", self._config.drain_seconds)
+        if not await asyncio.to_thread(self.replica.drain, self._drain_seconds):
+            log.warning("requests are left after %.0f s; they end here", self._drain_seconds)
         self._life = _Life.ENDING
         grace = max(TRANSFER_GRACE, deadline - time.monotonic())
-        await asyncio.to_thread(self._replica.stop, transfer_grace=grace)
+        await asyncio.to_thread(self.replica.stop, transfer_grace=grace)
         self._life = _Life.ENDED
-        await self._directory.remove(self._replica.record.incarnation)
+        await self._directory.remove(self.replica.record.incarnation)
