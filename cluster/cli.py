@@ -122,6 +122,26 @@ def status(
 
 
 @app.command()
+def trace(
+    request_id: Annotated[str, typer.Argument(help="The answer's id, which is also its header X-Request-Id.")],
+    base_url: BaseUrl = _LOCAL_SERVER,
+    api_key: ApiKey = None,
+    ca: Ca = None,
+    as_json: Json = False,
+) -> None:
+    """Show when one request waited, was computed, sent and generated, and where. Servers remember the last ones."""
+    from cluster.client import ApiClient  # noqa: PLC0415
+    from cluster.trace import trace_json, trace_view  # noqa: PLC0415
+
+    with ApiClient(base_url, api_key, ca=ca) as client:
+        record = client.request(request_id)
+    if as_json:
+        print(trace_json(record))
+    else:
+        Console().print(trace_view(record))
+
+
+@app.command()
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A directory with config.json, a config.json, a .gguf file, smollm2, or a hub id.")

@@ -1,7 +1,7 @@
 """What the command line's tools say to a running server over HTTP.
 
 A command makes an ``ApiClient`` for one server and closes it when the command ends. Any OpenAI-compatible server will
-do, except for ``status``, which only crosskv has.
+do, except for ``status`` and ``request``, which only crosskv has.
 """
 
 import time
@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import quote
 
 import httpx
 from google.protobuf import json_format
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cluster.errors import CrosskvError
+from cluster.openai.error_code import ErrorCode
+from cluster.timeline import RequestRecord
 from cluster.tls import client_context
 from worker.wire.engine_pb2 import StatusReply
+
+FRONT_END_TRIES = 64
 
 
 class ApiError(CrosskvError):
@@ -61,6 +66,7 @@ class ApiFailure(BaseModel):
     """What OpenAI-compatible servers put under ``error``."""
 
     message: str
+    code: str | int | None = None
 
 
 class _Delta(BaseModel):
@@ -155,6 +161,19 @@ class ApiClient:
         except (ValidationError, json_format.ParseError) as error:
             raise ApiError(f"{self._base_url}/cluster: not a crosskv server: {error}") from None
 
+    def request(self, request_id: str) -> RequestRecord:
+        """Return what the journal of the front end that has served a request says about it."""
+        path = f"/requests/{quote(request_id, safe='')}"
+        for _ in range(FRONT_END_TRIES):
+            # Front ends that share a port: each connection reaches one of them.
+            response = self._fetch(path, {"Connection": "close"})
+            if not _is_of_another_front_end(response):
+                break
+        try:
+            return TypeAdapter(RequestRecord).validate_json(self._text(response))
+        except ValidationError as error:
+            raise ApiError(f"{self._base_url}{path}: not a crosskv server: {error}") from None
+
     def chat(
         self,
         model: str,
@@ -203,12 +222,18 @@ class ApiClient:
         return ChatAnswer("".join(pieces), first, usage, finish_reason)
 
     def _get(self, path: str) -> str:
+        return self._text(self._fetch(path))
+
+    def _fetch(self, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
         try:
-            response = self._http.get(path)
+            return self._http.get(path, headers=headers)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
+
+    def _text(self, response: httpx.Response) -> str:
         if response.status_code != httpx.codes.OK:
-            raise ApiError(f"{self._base_url}{path}: HTTP {response.status_code}: {error_message(response.text)}")
+            message = error_message(response.text)
+            raise ApiError(f"{self._base_url}{response.request.url.path}: HTTP {response.status_code}: {message}")
         return response.text
 
     def _unreachable(self, error: httpx.HTTPError) -> ApiError:
@@ -219,6 +244,13 @@ class ApiClient:
         if isinstance(error, httpx.ConnectError):
             return ApiError(f"no server answers at {self._base_url}; start one with crosskv serve, or set --base-url")
         return ApiError(f"{self._base_url}: {type(error).__name__}: {error}")
+
+
+def _is_of_another_front_end(response: httpx.Response) -> bool:
+    try:
+        return _ErrorBody.model_validate_json(response.text).error.code == ErrorCode.OTHER_FRONT_END.text
+    except ValidationError:
+        return False
 
 
 def _without_none(body: dict[str, object]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 One ``EngineClient`` serves a front end for its whole life. It routes requests; it knows no text.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -42,12 +42,19 @@ class EngineOverloaded(EngineError):
         self.retry_after = retry_after
 
 
+def nobody_asks(replica: str) -> None:
+    """Which replica has the request is of no interest."""
+
+
 class EngineClient(Protocol):
     """The decode replicas of one cluster as one engine."""
 
-    def generate(self, submit: Submit) -> AsyncGenerator[list[Output], None]:
+    def generate(
+        self, submit: Submit, placed: Callable[[str], None] = nobody_asks
+    ) -> AsyncGenerator[list[Output], None]:
         """Send one request and yield its outputs, a list per message of the replica.
 
+        ``placed`` is told each replica's name when that is asked.
         Ends after every choice has a finish reason; a choice that fails has ``FINISH_REASON_ERROR`` and an error.
         Raises an ``EngineError`` when no replica has the request. A request that was continued by another replica has a
         ``prompt_info`` of that one as well, and nothing else twice. Closing the generator, or cancelling the task that

@@ -14,7 +14,14 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from cluster.decode_session import STATUS_SECONDS, DecodeSession, ReplicaLost
-from cluster.engine_client import EngineOverloaded, EngineTimeout, EngineUnavailable, PoisonRequest, Retry
+from cluster.engine_client import (
+    EngineOverloaded,
+    EngineTimeout,
+    EngineUnavailable,
+    PoisonRequest,
+    Retry,
+    nobody_asks,
+)
 from cluster.placement_metrics import PlacementMetrics
 from cluster.router import REQUEST_COST_TOKENS, PrefixIndex, Target, choose
 from cluster.transcript import Transcript
@@ -104,7 +111,9 @@ class ReplicaSet:
             session.load.prefill_peers > 0 or not self._needs_prefill for session in self._usable(frozenset()).values()
         )
 
-    async def generate(self, submit: wire.Submit) -> AsyncGenerator[list[wire.Output], None]:
+    async def generate(
+        self, submit: wire.Submit, placed: Callable[[str], None] = nobody_asks
+    ) -> AsyncGenerator[list[wire.Output], None]:
         """See ``EngineClient``. What loses its replica goes on with another, behind the token that came last."""
         transcript = Transcript(submit)
         deadline = asyncio.get_running_loop().time() + (submit.timeout_ms / 1e3 or self._request_timeout)
@@ -113,6 +122,7 @@ class ReplicaSet:
         for placement in range(MAX_PLACEMENTS):
             session = await self._place(transcript, avoided, deadline, again=placement > 0)
             name = session.record.incarnation
+            placed(name)
             try:
                 async with aclosing(self._run(session, transcript, deadline)) as messages:
                     async for outputs in messages:

@@ -6,7 +6,7 @@ as long as the front end lives.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from cluster.engine_client import EngineClient, EngineError
+from cluster.journal import Journal, TraceContext, forget, new_front_end, trace_context
 from cluster.monitoring.exposition import exposition, front_end_text
 from cluster.openai.api_keys import ApiKeys
 from cluster.openai.authentication import Authentication
@@ -31,6 +32,7 @@ from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.metrics import FrontEndMetrics
 from cluster.openai.prompts import PromptEncoder
 from cluster.openai.protocol import DetokenizeBody, TokenizeBody
+from cluster.openai.requests import add_requests
 from cluster.openai.sampling import check_model
 from cluster.openai.serving import Serving
 from cluster.openai.tokenization import detokenize, tokenize, tokenizer_info
@@ -38,6 +40,7 @@ from cluster.siblings import Siblings
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tool_calls import FORMATS, ToolCallStyle, format_of_template
+from cluster.timeline import RequestRecord
 from cluster.version import VERSION
 from worker.wire.engine_pb2 import StatusReply
 
@@ -56,20 +59,23 @@ def build_app(
     api_keys: ApiKeys | None = None,
     prefix_cache_per_key: bool = False,
     tool_calls: ToolCallStyle = ToolCallStyle.AUTO,
+    name: str | None = None,
     siblings: Siblings | None = None,
+    ended: Callable[[RequestRecord, TraceContext], None] = forget,
 ) -> FastAPI:
     """Return the application. ``metrics`` is the registry that ``/metrics`` shows beside the replicas' numbers, and
     beside those of ``siblings``. ``app.state.metrics`` is what it counts with.
 
     Without ``api_keys`` everybody may use it. With ``prefix_cache_per_key`` each caller has cached prefixes of its own.
-    ``tool_calls`` is how the model writes calls of tools.
+    ``tool_calls`` is how the model writes calls of tools. ``ended`` is told of every request that has ended.
     """
     prompts = PromptEncoder(tokenizer, chat_template, model, limits)
     shown = None if chat_template is None else format_of_template(chat_template.source)
     calls = shown if tool_calls is ToolCallStyle.AUTO else FORMATS[tool_calls]
     metrics_here = FrontEndMetrics(metrics)
     metrics_here.ready.set_function(lambda: float(engine.ready()))
-    serving = Serving(engine, tokenizer, prompts, model, limits, metrics_here, prefix_cache_per_key, calls)
+    journal = Journal(model.name, name or new_front_end(), ended=ended)
+    serving = Serving(engine, tokenizer, prompts, model, limits, metrics_here, journal, prefix_cache_per_key, calls)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
@@ -84,6 +90,7 @@ def build_app(
     _add_models(app, model)
     _add_tokenization(app, serving)
     _add_operation(app, serving, siblings)
+    add_requests(app, journal)
     return app
 
 
@@ -93,11 +100,13 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions_route(request: Request) -> Response:
-        return await generate(request, serving.limits, serving.metrics, chat.handle)
+        entry = serving.journal.begin(request.url.path, "chatcmpl", trace_context(request.headers))
+        return await generate(request, serving.limits, serving.metrics, entry, chat.handle)
 
     @app.post("/v1/completions")
     async def completions_route(request: Request) -> Response:
-        return await generate(request, serving.limits, serving.metrics, completions.handle)
+        entry = serving.journal.begin(request.url.path, "cmpl", trace_context(request.headers))
+        return await generate(request, serving.limits, serving.metrics, entry, completions.handle)
 
 
 def _add_models(app: FastAPI, model: ModelCard) -> None:

@@ -1,13 +1,13 @@
 """``POST /v1/chat/completions``."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from pydantic_core import to_json
 
+from cluster.journal import Entry
 from cluster.openai.api_keys import Caller
 from cluster.openai.choice import Delta
 from cluster.openai.error_code import ErrorCode
@@ -32,7 +32,7 @@ class ChatCompletions:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def handle(self, data: bytes, caller: Caller, seconds: float | None) -> Answer:
+    async def handle(self, data: bytes, caller: Caller, seconds: float | None, entry: Entry) -> Answer:
         """Validate, render, submit; return the whole answer or its events."""
         serving = self._serving
         serving.require_room(caller.name)
@@ -58,11 +58,11 @@ class ChatCompletions:
         sampling.max_tokens = max_tokens_of(
             requested, None, sampling.min_tokens, len(prompt.token_ids), serving.model, param
         )
-        response = _ChatResponse(f"chatcmpl-{uuid.uuid4().hex}", body, serving, prompt, calls)
+        response = _ChatResponse(entry.request_id, body, serving, prompt, calls)
         generation = serving.generation(
             body,
             caller,
-            response.response_id,
+            entry,
             [prompt],
             [sampling],
             seconds,

@@ -1,7 +1,6 @@
 """``POST /v1/completions``."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from cluster.journal import Entry
 from cluster.openai.api_keys import Caller
 from cluster.openai.choice import Delta
 from cluster.openai.errors import invalid, not_supported
@@ -33,7 +33,7 @@ class Completions:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
 
-    async def handle(self, data: bytes, caller: Caller, seconds: float | None) -> Answer:
+    async def handle(self, data: bytes, caller: Caller, seconds: float | None, entry: Entry) -> Answer:
         """Validate, tokenize, submit; return the whole answer or its events."""
         serving = self._serving
         serving.require_room(caller.name)
@@ -50,8 +50,8 @@ class Completions:
                 f"n makes {choices} choices of all prompts; {serving.limits.max_batched_choices} are allowed", "n"
             )
         samplings = [self._sized(body, sampling, prompt) for prompt in prompts]
-        response = _CompletionResponse(f"cmpl-{uuid.uuid4().hex}", body, serving, prompts)
-        generation = serving.generation(body, caller, response.response_id, prompts, samplings, seconds)
+        response = _CompletionResponse(entry.request_id, body, serving, prompts)
+        generation = serving.generation(body, caller, entry, prompts, samplings, seconds)
         return response.events(generation) if body.stream else await response.whole(generation)
 
     def _check(self, body: CompletionBody) -> None:

@@ -20,11 +20,17 @@ _READS = {
     "/tokenizer_info": "Show the tokenizer's special tokens and its chat template.",
     "/version": "Name the release of this server.",
     "/cluster": "Report every replica's load and counters.",
+    "/requests": "List requests that this front end serves or has served lately, the last that arrived first.",
+    "/requests/{request_id}": "Show when what happened to one of them.",
     "/health": "200 while a request could be served, else 503. Needs no key.",
     "/ping": "The same as /health.",
     "/metrics": "Show metrics in Prometheus' text format. Needs no key.",
 }
-_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_PARAMETERS: dict[str, list[dict[str, Any]]] = {
+    "/v1/models/{name}": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+    "/requests": [{"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1}}],
+    "/requests/{request_id}": [{"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}],
+}
 _ERROR = {
     "type": "object",
     "properties": {
@@ -53,7 +59,7 @@ def describe_api() -> dict[str, Any]:
         content = {"application/json": {"schema": references[kind, "validation"]}}
         paths[path] = {"post": _operation(summary) | {"requestBody": {"required": True, "content": content}}}
     for path, summary in _READS.items():
-        paths[path] = {"get": _operation(summary) | ({"parameters": [_NAME]} if "{name}" in path else {})}
+        paths[path] = {"get": _operation(summary) | {"parameters": _PARAMETERS.get(path, [])}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "crosskv", "version": "1"},

@@ -18,6 +18,8 @@ class ErrorCode(Enum):
     INVALID_API_KEY = ("invalid_api_key", 401)
     NOT_FOUND = ("not_found", 404)
     MODEL_NOT_FOUND = ("model_not_found", 404)
+    REQUEST_NOT_FOUND = ("request_not_found", 404)
+    OTHER_FRONT_END = ("other_front_end", 404)
     METHOD_NOT_ALLOWED = ("method_not_allowed", 405)
     REQUEST_TIMEOUT = ("request_timeout", 408)
     BODY_TOO_LARGE = ("body_too_large", 413)

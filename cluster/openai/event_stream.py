@@ -46,11 +46,18 @@ class EventStream(StreamingResponse):
 
     The response begins with the first event, so that a request that fails before has its own status. One that fails
     later ends with an error event and without ``[DONE]``. When the client leaves, the source of events is closed.
-    ``on_end`` is told the status in each case, and what the client was told of a failure.
+    ``on_end`` is told the status in each case, and what the client was told of a failure. ``headers`` are sent in each
+    case as well.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[int, ApiError | None], None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[int, ApiError | None], None],
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"} | headers, media_type="text/event-stream")
+        self._own_headers = headers
         self._events = events
         self._on_end = on_end
 
@@ -79,6 +86,7 @@ class EventStream(StreamingResponse):
             raise ClientDisconnect from error
         except Exception as error:
             failure = as_api_error(error)
+            failure.headers |= self._own_headers
             if not began:
                 await failure.response()(scope, receive, send)
                 return failure

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 
+from cluster.journal import Entry
 from cluster.openai.api_keys import Caller
 from cluster.openai.authentication import caller_of
 from cluster.openai.error_code import DISCONNECTED, ErrorCode
@@ -23,6 +24,9 @@ B = TypeVar("B", bound=BaseModel)
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds that a request may take, like ``timeout`` in its body."""
+
+REQUEST_ID_HEADER = "X-Request-Id"
+"""What the request is called, here and in its answer's body."""
 
 _FORGOTTEN_BODIES = 4
 _FORGETTING_SECONDS = 2.0
@@ -111,19 +115,22 @@ async def generate(
     request: Request,
     limits: ApiLimits,
     metrics: FrontEndMetrics,
-    handler: Callable[[bytes, Caller, float | None], Awaitable[Answer]],
+    entry: Entry,
+    handler: Callable[[bytes, Caller, float | None, Entry], Awaitable[Answer]],
 ) -> Response:
     """Answer with what ``handler`` makes of the caller's body and timeout: JSON, or the events of a stream."""
     metrics.running.inc()
+    headers = {REQUEST_ID_HEADER: entry.request_id}
 
     def ended(status: int, failure: ApiError | None = None) -> None:
+        entry.ended(status)
         metrics.running.dec()
         metrics.requests.labels(str(status)).inc()
         if failure is not None:
             metrics.failed(failure)
 
     async def answer(body: bytes, seconds: float | None) -> Answer:
-        return await handler(body, caller_of(request), seconds)
+        return await handler(body, caller_of(request), seconds, entry)
 
     try:
         seconds = timeout_of(request, limits)
@@ -134,6 +141,7 @@ async def generate(
         return Response(status_code=DISCONNECTED)  # nobody hears it
     except Exception as error:
         failure = as_api_error(error)
+        failure.headers |= headers
         ended(failure.status, failure)
         return failure.response()
     except BaseException:
@@ -141,5 +149,5 @@ async def generate(
         raise
     if isinstance(result, bytes):
         ended(200)
-        return Response(result, media_type="application/json")
-    return EventStream(result, ended)
+        return Response(result, headers=headers, media_type="application/json")
+    return EventStream(result, ended, headers)

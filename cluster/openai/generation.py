@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from cluster.engine_client import EngineClient, EngineError, EngineOverloaded
+from cluster.journal import Entry
 from cluster.openai.choice import Choice, Delta
 from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError, from_engine, from_output
@@ -76,9 +77,12 @@ class Generation:
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         metrics: FrontEndMetrics,
+        entry: Entry,
     ) -> None:
         self.plan = plan
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in plan.prompts))
+        self._entry = entry
+        entry.generating(self.usage, len(plan.prompts) * plan.choices)
         self._engine = engine
         self._metrics = metrics
         self._clock = TokenClock(metrics, len(plan.prompts) * plan.choices)
@@ -127,9 +131,13 @@ class Generation:
     async def _one(self, submit: Submit, prompt_index: int) -> AsyncGenerator[list[Delta], None]:
         first = prompt_index * self.plan.choices
         choices = self._choices[first : first + self.plan.choices]
+        timeline = self._entry.new_prompt(prompt_index)
         try:
-            async with aclosing(self._engine.generate(submit)) as messages:
+            async with aclosing(self._engine.generate(submit, timeline.placed)) as messages:
                 async for outputs in messages:
+                    for output in outputs:
+                        if output.HasField("prompt_info"):
+                            timeline.reported(output.prompt_info)
                     yield [delta for output in outputs if (delta := self._take(output, prompt_index, choices))]
                     if all(choice.finished for choice in choices):
                         return  # which aborts choices that the engine would go on with after a stop string
@@ -137,6 +145,8 @@ class Generation:
             level = logging.DEBUG if isinstance(error, EngineOverloaded) else logging.WARNING
             _logger.log(level, "%s failed: %s", submit.request_id, type(error).__name__)
             raise from_engine(error) from None
+        finally:
+            timeline.ended()
 
     async def _several(self, submits: Sequence[Submit]) -> AsyncGenerator[list[Delta], None]:
         """Run the prompts beside each other and yield their deltas as they come; the first failure ends all."""

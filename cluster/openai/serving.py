@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.engine_client import EngineClient, EngineError
+from cluster.journal import Entry, Journal
 from cluster.openai.api_keys import Caller
 from cluster.openai.errors import from_engine
 from cluster.openai.generation import Generation, GenerationPlan
@@ -35,6 +36,7 @@ class Serving:
     model: ModelCard
     limits: ApiLimits
     metrics: FrontEndMetrics
+    journal: Journal
     prefix_cache_per_key: bool = False
     tool_calls: ToolCallFormat | None = None
 
@@ -68,7 +70,7 @@ class Serving:
         self,
         body: GenerationBody,
         caller: Caller,
-        request_id: str,
+        entry: Entry,
         prompts: Sequence[Prompt],
         samplings: Sequence[Sampling],
         timeout: float | None = None,
@@ -77,7 +79,7 @@ class Serving:
     ) -> Generation:
         """Return the generation of a request that has been validated; nothing is sent before it is iterated."""
         plan = GenerationPlan(
-            request_id=request_id,
+            request_id=entry.request_id,
             prompts=prompts,
             samplings=samplings,
             choices=choices_of(body, self.limits),
@@ -88,7 +90,7 @@ class Serving:
             priority=body.priority or 0,
             caller=caller.name,
         )
-        return Generation(plan, self.engine, self.tokenizer, self.model.eos_token_ids, self.metrics)
+        return Generation(plan, self.engine, self.tokenizer, self.model.eos_token_ids, self.metrics, entry)
 
     def cache_salt(self, wanted: str, caller: Caller) -> str:
         """Return the salt of a request's prefixes: requests with different ones never see each other's."""

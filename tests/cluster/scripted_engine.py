@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
-from cluster.engine_client import EngineOverloaded
+from cluster.engine_client import EngineOverloaded, nobody_asks
 from worker.wire.engine_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_UNSPECIFIED,
@@ -17,8 +17,8 @@ from worker.wire.engine_pb2 import (
     Transfer,
 )
 
-# A step is a message to send, something to wait for, or a failure to raise.
-Step = list[Output] | asyncio.Event | Exception
+# A step is a message to send, something to wait for, a failure to raise, or the replica that goes on from here.
+Step = list[Output] | asyncio.Event | Exception | str
 Script = Callable[[Submit], Iterable[Step]]
 
 
@@ -35,8 +35,11 @@ class ScriptedEngine:
         self._statuses = list(statuses)
         self.is_ready = ready
 
-    async def generate(self, submit: Submit) -> AsyncGenerator[list[Output], None]:
+    async def generate(
+        self, submit: Submit, placed: Callable[[str], None] = nobody_asks
+    ) -> AsyncGenerator[list[Output], None]:
         self.submits.append(submit)
+        placed("decode-0")
         self.submitted.set()
         unfinished = set(range(submit.n))
         try:
@@ -48,6 +51,8 @@ class ScriptedEngine:
                     case Exception():
                         unfinished.clear()
                         raise step
+                    case str():
+                        placed(step)
                     case outputs:
                         unfinished -= {o.choice for o in outputs if o.finish_reason != FINISH_REASON_UNSPECIFIED}
                         yield outputs

@@ -40,7 +40,7 @@ def test_help_comes_at_once_and_names_every_command() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     *shown, modules = done.stdout.splitlines()
     assert modules == "[]"
-    for command in ("fetch", "serve", "chat", "status", "inspect", "models", "bench", "demo"):
+    for command in ("fetch", "serve", "chat", "status", "trace", "inspect", "models", "bench", "demo"):
         assert re.search(rf"\b{command}\b", "\n".join(shown))
 
 
@@ -261,7 +261,7 @@ def test_a_failed_question_does_not_end_a_conversation(
     assert [message["content"] for message in fake_server.bodies[-1]["messages"]] == ["short"]
 
 
-@pytest.mark.parametrize("command", [("chat", "hi"), ("status",), ("bench", "serve")])
+@pytest.mark.parametrize("command", [("chat", "hi"), ("status",), ("trace", "cmpl-x"), ("bench", "serve")])
 def test_no_server_is_one_clear_error(crosskv: Run, command: tuple[str, ...]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert url in refused(crosskv(*command, "--base-url", url))

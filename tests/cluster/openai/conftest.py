@@ -8,11 +8,13 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from cluster.journal import TraceContext, forget
 from cluster.openai.api_keys import ApiKeys
 from cluster.openai.app import build_app
 from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.tokenizer import Tokenizer
+from cluster.timeline import RequestRecord
 from tests.cluster.scripted_engine import ScriptedEngine
 from tests.cluster.tiny_tokenizer import write_checkpoint
 
@@ -43,6 +45,7 @@ def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
         limits: ApiLimits | None = None,
         api_keys: ApiKeys | None = None,
         prefix_cache_per_key: bool = False,
+        ended: Callable[[RequestRecord, TraceContext], None] = forget,
         **model: int,
     ) -> FastAPI:
         template = ChatTemplate(tokenizer.config.chat_template or "", tokenizer.config.special_tokens) if chat else None
@@ -55,6 +58,7 @@ def make_app(tokenizer: Tokenizer) -> Callable[..., FastAPI]:
             metrics=CollectorRegistry(),
             api_keys=api_keys,
             prefix_cache_per_key=prefix_cache_per_key,
+            ended=ended,
         )
 
     return make
