@@ -208,6 +208,7 @@ def _application(
         drain_seconds=config.drain_seconds,
         tool_calls=config.tool_call_parser,
         request_timeout=config.request_timeout,
+        otlp_traces_endpoint=config.otlp_traces_endpoint,
     )
     return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
 

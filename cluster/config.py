@@ -11,6 +11,7 @@ import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import ByteSize, Field, SecretStr, TypeAdapter, ValidationError, field_validator
@@ -204,6 +205,11 @@ class ClusterConfig(BaseSettings):
     drain_seconds: float = Field(
         30.0, ge=0, le=86400, description="Seconds that a replica which is to end has to finish what it was asked for."
     )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        description="OpenTelemetry collector that is sent a trace of every request, by OTLP over HTTP: "
+        "http://collector:4318. Default: no traces.",
+    )
     revision: str = Field(
         "", description="Any text. A Serve config with another one restarts every replica, one after the other."
     )
@@ -229,6 +235,17 @@ class ClusterConfig(BaseSettings):
         if isinstance(port, str) and "://" in port:
             raise ValueError("is an address; set enableServiceLinks: false on the pod or rename the Service")
         return port
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _traces_url(cls, endpoint: str | None) -> str | None:
+        """Return where exactly to send: a collector's address alone means its usual path."""
+        if endpoint is None:
+            return None
+        url = urlsplit(endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError("must be a URL of http or https; traces are sent by OTLP over HTTP, usually to port 4318")
+        return endpoint if url.path not in ("", "/") else url._replace(path="/v1/traces").geturl()
 
     @field_validator("cluster_token")
     @classmethod

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -20,6 +20,7 @@ from cluster.directory import DirectoryClient, this_node
 from cluster.farewell import Farewell
 from cluster.http_connection import ConnectionLimits
 from cluster.http_server import http_server
+from cluster.journal import forget, new_front_end
 from cluster.listener import BACKLOG, bind, turn_away
 from cluster.model_store import resolve_model
 from cluster.monitoring.exposition import front_end_text
@@ -34,6 +35,9 @@ from cluster.text.tokenizer import Tokenizer, TokenizerConfig
 from cluster.text.tool_calls import ToolCallStyle
 from cluster.tls import TlsFiles
 from kv_transfer.cluster_token import ClusterToken, token_here
+
+if TYPE_CHECKING:
+    from cluster.spans import SpanExport
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class FrontEndConfig:
     drain_seconds: float = STOP_SECONDS
     tool_calls: ToolCallStyle = ToolCallStyle.AUTO
     request_timeout: float = 600.0
+    otlp_traces_endpoint: str | None = None
 
 
 class FrontEnd:
@@ -83,7 +88,7 @@ class FrontEnd:
         self._socket = bind(config.host, config.port)
         self._replicas: ReplicaSet | None = None
         self._server: uvicorn.Server | None = None
-        self._name = f"front-end-{uuid.uuid4().hex[:12]}"
+        self._name = new_front_end()
         self._listening = threading.Event()
         self._farewell = Farewell()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="http", daemon=True)
@@ -125,6 +130,7 @@ class FrontEnd:
             directory.exchange,
         )
         self._replicas.start()
+        spans = None if config.otlp_traces_endpoint is None else _span_export(config.otlp_traces_endpoint)
         app = build_app(
             engine=self._replicas,
             tokenizer=self._tokenizer,
@@ -135,7 +141,9 @@ class FrontEnd:
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
             tool_calls=config.tool_calls,
+            name=self._name,
             siblings=siblings,
+            ended=forget if spans is None else spans.export,
         )
         self._server = http_server(
             self._farewell.around(app),
@@ -157,6 +165,15 @@ class FrontEnd:
             with suppress(Exception):
                 await directory.remove_front_end(self._name)
             await self._replicas.stop()
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
+
+
+def _span_export(endpoint: str) -> "SpanExport":
+    """OpenTelemetry is imported only where it is wanted."""
+    from cluster.spans import SpanExport  # noqa: PLC0415
+
+    return SpanExport(endpoint)
 
 
 def chat_template(config: TokenizerConfig) -> ChatTemplate | None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from tests.engine_process import TOKEN, EngineProcess
 
 if TYPE_CHECKING:
+    from tests.cluster.otlp_receiver import Collector
     from tests.serving import Serving
 
 # How fast an example runs says nothing here but how busy the machine is.
@@ -116,7 +117,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def one_cluster(tiny_model: Path) -> "Iterator[Serving]":
+def collector() -> "Iterator[Collector]":
+    """What the session's cluster sends its traces to."""
+    from tests.cluster.otlp_receiver import collecting  # noqa: PLC0415
+
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def one_cluster(tiny_model: Path, collector: "Collector") -> "Iterator[Serving]":
     """One Ray cluster for the whole session, at first with two prefill and two decode replicas."""
     # Most tests need neither Ray nor torch.
     from cluster.application import running_cluster  # noqa: PLC0415
@@ -136,7 +146,11 @@ def one_cluster(tiny_model: Path) -> "Iterator[Serving]":
         kv_cache_memory="768KiB",
         max_batched_tokens=256,
         cluster_token=TOKEN.value,
+        otlp_traces_endpoint=collector.url,
     )
     largest = config.replace(tensor_parallel_size=2)
-    with running_cluster(config, print, later=[largest]) as cluster:
-        yield Serving(cluster, config)
+    with pytest.MonkeyPatch.context() as environment:
+        # Milliseconds between two batches of spans.
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        with running_cluster(config, print, later=[largest]) as cluster:
+            yield Serving(cluster, config)

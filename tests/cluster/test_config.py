@@ -89,6 +89,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "transfer_timeout": (1.5, 2.5),
     "token_timeout": (1.5, 2.5),
     "step_timeout": (1.5, 2.5),
+    "otlp_traces_endpoint": ("http://one:4318/v1/traces", "https://two/traces"),
     "ray_address": ("auto", "ray://head:10001"),
 }
 
