@@ -13,22 +13,22 @@ from worker.wire.engine_pb2 import PromptInfo
 
 @dataclass(frozen=True, slots=True)
 class RequestPhases:
-    """How long a prompt spent where, in seconds. Without a prefill replica there is no ``transfer``."""
+    """How long a prompt spent where, in seconds; without a prefill replica not in its queue and not on the way."""
 
     queue: float
-    prefill_queue: float
     prefill: float
+    prefill_queue: float | None
     transfer: float | None
 
     @classmethod
     def of(cls, info: PromptInfo) -> Self:
         """Return what a replica says of one prompt."""
-        transfer = info.transfer
+        phases, moved = info.phases, info.phases.transfer_ms > 0.0
         return cls(
-            queue=0.0,
-            prefill_queue=transfer.queue_ms / 1e3,
-            prefill=0.0,
-            transfer=transfer.transfer_ms / 1e3 if transfer.attempts else None,
+            queue=phases.queue_ms / 1e3,
+            prefill=phases.prefill_ms / 1e3,
+            prefill_queue=phases.prefill_queue_ms / 1e3 if moved else None,
+            transfer=phases.transfer_ms / 1e3 if moved else None,
         )
 
 
@@ -57,8 +57,9 @@ class FrontEndMetrics:
         """Note how long a prompt spent where."""
         self.queue.observe(phases.queue)
         self.prefill.observe(phases.prefill)
-        if phases.transfer is not None:
+        if phases.prefill_queue is not None:
             self.prefill_queue.observe(phases.prefill_queue)
+        if phases.transfer is not None:
             self.transfer.observe(phases.transfer)
 
     def failed(self, error: ApiError) -> None:

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.engine_client import EngineUnavailable
 from cluster.openai.limits import ApiLimits
 from cluster.text.tokenizer import Tokenizer
-from tests.cluster.scripted_engine import TRANSFER, ScriptedEngine, always, emit, prompt_info
-from worker.wire.engine_pb2 import Counters, Load, StatusReply, Submit
+from tests.cluster.scripted_engine import ScriptedEngine, always, emit, prompt_info
+from worker.wire.engine_pb2 import Counters, Load, Phases, StatusReply, Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -45,6 +45,8 @@ STATUSES = [
         counters=Counters(payload_bytes=5, wire_bytes=7),
     ),
 ]
+
+PHASES = Phases(queue_ms=2, prefill_queue_ms=0.25, prefill_ms=1, transfer_ms=1.5)
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -112,14 +114,19 @@ async def test_metrics_of_the_front_end(client, tokenizer: Tokenizer) -> None:
 
 async def test_phases_of_a_transfer_are_seconds(client) -> None:
     def script(submit: Submit) -> list:
-        return emit(submit, [5], info=prompt_info(submit, transfer=TRANSFER))
+        phases = Phases(queue_ms=8, prefill_queue_ms=0.25, prefill_ms=3) if submit.token_ids[0] == 7 else PHASES
+        return emit(submit, [5], info=prompt_info(submit, phases=phases))
 
     async with client(ScriptedEngine(script)) as http:
-        await http.post("/v1/completions", json={"prompt": [[5], [6]]})
+        await http.post("/v1/completions", json={"prompt": [[5], [6], [7]]})
         values = samples((await http.get("/metrics")).text)
     assert values[("crosskv_request_transfer_seconds_count",)] == 2
     assert values[("crosskv_request_transfer_seconds_sum",)] == pytest.approx(2 * 0.0015)
     assert values[("crosskv_request_prefill_queue_seconds_sum",)] == pytest.approx(2 * 0.00025)
+    # Of the third, which was computed where it is, there was none.
+    assert values[("crosskv_request_queue_seconds_sum",)] == pytest.approx(2 * 0.002 + 0.008)
+    assert values[("crosskv_request_prefill_seconds_sum",)] == pytest.approx(2 * 0.001 + 0.003)
+    assert values[("crosskv_request_prefill_seconds_count",)] == 3
 
 
 async def test_metrics_without_replicas_still_show_the_front_end(client) -> None:

@@ -125,30 +125,32 @@ def incarnations(serving: Serving) -> set[str]:
     return {status["replica_id"] for status in serving.statuses()}
 
 
-def test_whichever_front_end_is_scraped_answers_for_both(redeployed: Serving, redundant: ClusterConfig) -> None:
-    """Every request and every scrape is a connection of its own, which either of the two may get."""
+def require_that_both_front_ends_answer_for_both(serving: Serving, asked: int) -> None:
+    """Every request, of which there were ``asked``, and every scrape is a connection that either of the two may get."""
 
-    def served() -> set[float]:
-        """How many requests were, by several scrapes."""
-        scraped = [scrape(redeployed, "crosskv_requests_total", status="200") for _ in range(6)]
-        assert {len({labels["front_end"] for labels, _ in shown}) for shown in scraped} == {2}
-        assert {len(shown) for shown in scraped} == {2}
-        return {sum(value for _, value in shown) for shown in scraped}
+    def served() -> set[tuple[int, float]]:
+        """Of several scrapes, how many front ends had how many requests."""
+        scraped = [scrape(serving, "crosskv_requests_total", status="200") for _ in range(6)]
+        return {(len({labels["front_end"] for labels, _ in s}), sum(value for _, value in s)) for s in scraped}
 
-    expected = max(served()) + 12
+    def wait_for(expected: set[tuple[int, float]]) -> None:
+        deadline = time.monotonic() + 20
+        while (shown := served()) != expected:
+            assert time.monotonic() < deadline, (expected, shown)
+
+    wait_for({(2, asked)})
     for prompt in prompts(12, 20, seed=33):
-        complete(redeployed, prompt, max_tokens=2)
-    deadline = time.monotonic() + 10
-    while (shown := served()) != {expected}:
-        assert time.monotonic() < deadline, (expected, shown)
+        complete(serving, prompt, max_tokens=2)
+    wait_for({(2, asked + 12)})
     for _ in range(6):
-        replicas = [labels["replica"] for labels, _ in scrape(redeployed, "crosskv_engine_steps_total")]
-        assert sorted(replicas) == sorted(incarnations(redeployed))
+        replicas = [labels["replica"] for labels, _ in scrape(serving, "crosskv_engine_steps_total")]
+        assert sorted(replicas) == sorted(incarnations(serving))
 
 
 def test_a_rolling_restart_of_all_roles_fails_no_request(
     redeployed: Serving, redundant: ClusterConfig, load: Load
 ) -> None:
+    require_that_both_front_ends_answer_for_both(redeployed, asked=len(load.questions))
     before = incarnations(redeployed)
     assert len(before) == 4
     with load:
