@@ -206,6 +206,7 @@ class DecodeEngine:
             owner_layers=self._runner.owner_layers,
             total_layers=self._runner.attention_layers,
             prefill_error=self._transfers.last_error if self._transfers is not None else "",
+            prefill_transfers=self._transfers.by_prefill_replica() if self._transfers is not None else [],
         )
 
     def stop(self, now: float) -> None:
@@ -338,6 +339,7 @@ class DecodeEngine:
             self._end_transfer(ended, now)
 
     def _end_transfer(self, ended: Ended, now: float) -> None:
+        assert self._transfers is not None
         sequence = ended.sequence
         report = self._requests[sequence.request_id].transfer
         if ended.end is None:
@@ -369,6 +371,7 @@ class DecodeEngine:
         self.counters.lower_bound_bytes += bound
         self.counters.unshared_bytes += unshared
         self.counters.transfer_seconds += now - ended.started
+        self._transfers.count(ended, unshared)
         self._scheduler.transfer_completed(sequence)
 
     # Steps

@@ -36,6 +36,15 @@ class Outcome(Enum):
     CANCELLED = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Completed transfers, their KV bytes, and what these would be if every layer owned KV."""
+
+    transfers: int = 0
+    payload_bytes: int = 0
+    unshared_bytes: int = 0
+
+
 @dataclass(slots=True)
 class _Link:
     """A connected replica and what is going on with it. It has refused everything since ``busy_since``."""
@@ -47,6 +56,7 @@ class _Link:
     usable_from: float = 0.0
     draining: bool = False
     busy_since: float | None = None
+    received: Received = Received()
 
     def refused(self, now: float) -> None:
         """It had no stream to spare. Refusals that are far apart say nothing of what was in between."""
@@ -174,6 +184,22 @@ class PrefillConnector:
             case Outcome.COMPLETE:
                 link.busy_since = None
                 link.backoff = 0.0
+
+    def count(self, incarnation: str, payload_bytes: int, unshared_bytes: int) -> None:
+        """Account for what a complete transfer has brought."""
+        with self._lock:
+            if (link := self._links.get(incarnation)) is not None:
+                so_far = link.received
+                link.received = Received(
+                    so_far.transfers + 1,
+                    so_far.payload_bytes + payload_bytes,
+                    so_far.unshared_bytes + unshared_bytes,
+                )
+
+    def received(self) -> dict[str, Received]:
+        """What every connected prefill replica has sent since it was connected."""
+        with self._lock:
+            return {incarnation: link.received for incarnation, link in self._links.items()}
 
     def close(self) -> None:
         """Drop every connection."""

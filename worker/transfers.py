@@ -18,6 +18,7 @@ from worker.ranks.commands import CloseIncoming, OpenIncoming
 from worker.ranks.team import RankTeam
 from worker.scheduler import PrefillCredit
 from worker.sequence import Epoch, RequestId, Sequence
+from worker.wire import engine_pb2 as wire
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,22 @@ class Transfers:
     def last_error(self) -> str:
         """Why a prefill replica that exists cannot be used, if one cannot."""
         return self._connector.last_error
+
+    def count(self, ended: Ended, unshared_bytes: int) -> None:
+        """Account for a complete transfer at its prefill replica."""
+        self._connector.count(ended.incarnation, ended.received_bytes, unshared_bytes)
+
+    def by_prefill_replica(self) -> list[wire.PrefillTransfers]:
+        """What every connected prefill replica has sent, as it is reported."""
+        return [
+            wire.PrefillTransfers(
+                prefill_replica=incarnation,
+                transfers=received.transfers,
+                payload_bytes=received.payload_bytes,
+                unshared_bytes=received.unshared_bytes,
+            )
+            for incarnation, received in self._connector.received().items()
+        ]
 
     def credit(self, now: float) -> PrefillCredit:
         """What the prefill side offers."""

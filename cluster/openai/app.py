@@ -220,7 +220,9 @@ def _as_dict(message: Message) -> dict[str, Any]:
         value = getattr(message, field.name)
         if isinstance(value, Message):
             value = _as_dict(value)
-        elif field.message_type is not None:
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
             value = dict(value)
+        elif field.message_type is not None:
+            value = [_as_dict(one) for one in value]
         fields[field.name] = value
     return fields

@@ -20,6 +20,7 @@ from worker.prefill_connector import (
     OpenTransfer,
     Outcome,
     PrefillConnector,
+    Received,
 )
 from worker.prefill_peers import PrefillPeers
 from worker.prefill_selector import PrefillCandidate
@@ -310,3 +311,13 @@ def test_an_address_that_belongs_to_somebody_else_by_now_is_not_used(
     cluster.connector.update({"p2": cluster.address("p2")})
     assert cluster.connector.peers == 1
     assert cluster.connector.last_error == ""
+
+
+def test_what_came_from_whom_is_counted_as_long_as_it_is_connected(cluster: Cluster) -> None:
+    cluster.connector.update(cluster.start("p1", "p2"))
+    cluster.connector.count("p1", 100, 150)
+    cluster.connector.count("p1", 7, 7)
+    cluster.connector.count("gone", 1, 1)
+    assert cluster.connector.received() == {"p1": Received(2, 107, 157), "p2": Received()}
+    cluster.connector.update({"p2": cluster.address("p2")})
+    assert cluster.connector.received() == {"p2": Received()}

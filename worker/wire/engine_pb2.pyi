@@ -267,7 +267,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("role", "replica_id", "load", "counters", "held_blocks", "block_size", "owner_layers", "total_layers", "prefill_error")
+    __slots__ = ("role", "replica_id", "load", "counters", "held_blocks", "block_size", "owner_layers", "total_layers", "prefill_error", "prefill_transfers")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +277,7 @@ class StatusReply(_message.Message):
     OWNER_LAYERS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_LAYERS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     role: str
     replica_id: str
     load: Load
@@ -286,7 +287,20 @@ class StatusReply(_message.Message):
     owner_layers: int
     total_layers: int
     prefill_error: str
-    def __init__(self, role: _Optional[str] = ..., replica_id: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., held_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., owner_layers: _Optional[int] = ..., total_layers: _Optional[int] = ..., prefill_error: _Optional[str] = ...) -> None: ...
+    prefill_transfers: _containers.RepeatedCompositeFieldContainer[PrefillTransfers]
+    def __init__(self, role: _Optional[str] = ..., replica_id: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., held_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., owner_layers: _Optional[int] = ..., total_layers: _Optional[int] = ..., prefill_error: _Optional[str] = ..., prefill_transfers: _Optional[_Iterable[_Union[PrefillTransfers, _Mapping]]] = ...) -> None: ...
+
+class PrefillTransfers(_message.Message):
+    __slots__ = ("prefill_replica", "transfers", "payload_bytes", "unshared_bytes")
+    PREFILL_REPLICA_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNSHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    prefill_replica: str
+    transfers: int
+    payload_bytes: int
+    unshared_bytes: int
+    def __init__(self, prefill_replica: _Optional[str] = ..., transfers: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills", "requests_refused", "failures", "transfer_failures", "completed_bytes")
