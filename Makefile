@@ -24,7 +24,7 @@ help:
 	@echo "make test-faults  every process of a cluster killed and stopped in every state of a request; make test has some"
 	@echo "make test-deployed  ray job submit and serve deploy on a Ray cluster of its own; not part of make test"
 	@echo "make test-scale-out  replicas on Ray nodes with networks of their own, also as pods; needs root; not part of make test"
-	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, both transports; make test has some of them"
+	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, transports, models and sharing rules; make test has some"
 	@echo "make check-image  the image's recipe in a clean Debian, without a container engine; needs root and debootstrap"
 	@echo "make lint         only linters and types"
 	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
@@ -71,7 +71,7 @@ test-scale-out: $(DEV)
 check-image: $(DEV)
 	$(PY) -m tests.k8s.image_root build/image $(MOUNTS)
 
-# Every pair of tensor-parallel sizes over both transports: more than a hundred pairs of replicas.
+# Every pair of tensor-parallel sizes over both transports, every model with every sharing rule: hundreds of replicas.
 test-tensor-parallel: $(DEV)
 	CROSSKV_EVERY_PAIR=1 $(PY) -m pytest tests/peers tests/cluster/system/test_tensor_parallel.py \
 	  --ignore tests/peers/test_logits.py --ignore tests/peers/test_process_group.py -k "not float64"
