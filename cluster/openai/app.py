@@ -32,9 +32,11 @@ from cluster.openai.limits import ApiLimits, ModelCard
 from cluster.openai.metrics import FrontEndMetrics
 from cluster.openai.prompts import PromptEncoder
 from cluster.openai.protocol import DetokenizeBody, TokenizeBody
+from cluster.openai.recent_latency import RecentLatency
 from cluster.openai.requests import add_requests
 from cluster.openai.sampling import check_model
 from cluster.openai.serving import Serving
+from cluster.openai.status_page import add_status_page
 from cluster.openai.tokenization import detokenize, tokenize, tokenizer_info
 from cluster.siblings import Siblings
 from cluster.text.chat_template import ChatTemplate
@@ -76,10 +78,13 @@ def build_app(
     metrics_here.ready.set_function(lambda: float(engine.ready()))
     journal = Journal(model.name, name or new_front_end(), ended=ended)
     serving = Serving(engine, tokenizer, prompts, model, limits, metrics_here, journal, prefix_cache_per_key, calls)
+    latency = RecentLatency(metrics_here)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        following = asyncio.create_task(latency.follow())
         yield
+        following.cancel()
         prompts.close()
 
     app = FastAPI(title="crosskv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -91,6 +96,7 @@ def build_app(
     _add_tokenization(app, serving)
     _add_operation(app, serving, siblings)
     add_requests(app, journal)
+    add_status_page(app, latency)
     return app
 
 

@@ -12,9 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.openai.api_keys import ANYBODY, ApiKeys, Caller
 from cluster.openai.error_code import ErrorCode
 from cluster.openai.errors import ApiError
+from cluster.openai.status_page import PAGE
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-"""What probes and monitoring ask without a key. None says anything about a request's content."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", *PAGE})
+"""What probes and monitoring ask without a key, and the status page's files, which ask for one. None says anything
+about a request's content."""
 
 
 class Authentication:

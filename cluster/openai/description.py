@@ -22,6 +22,7 @@ _READS = {
     "/cluster": "Report every replica's load and counters.",
     "/requests": "List requests that this front end serves or has served lately, the last that arrived first.",
     "/requests/{request_id}": "Show when what happened to one of them.",
+    "/latency": "Report this front end's percentiles of the last minutes, in seconds.",
     "/health": "200 while a request could be served, else 503. Needs no key.",
     "/ping": "The same as /health.",
     "/metrics": "Show metrics in Prometheus' text format. Needs no key.",

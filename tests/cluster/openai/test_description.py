@@ -15,12 +15,13 @@ from cluster.http_server import http_server
 from cluster.openai.api_keys import ApiKey, ApiKeys
 from cluster.openai.authentication import OPEN_PATHS
 from cluster.openai.description import describe_api
+from cluster.openai.status_page import PAGE
 from tests.cluster.http_endpoint import listening
 from tests.cluster.scripted_engine import ScriptedEngine, emit
 from worker.wire.engine_pb2 import Output, Submit
 
 KEY = "key-for-the-description"
-UNDESCRIBED = {"/openapi.json"}
+UNDESCRIBED = {"/openapi.json", *PAGE}
 
 
 def answer(submit: Submit) -> list[list[Output]]:
