@@ -15,7 +15,7 @@ OTHERS := build/tests/others.log
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel check-image lint bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
+.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel check-image lint api-reference bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, transports, models and sharing rules; make test has some"
 	@echo "make check-image  the image's recipe in a clean Debian, without a container engine; needs root and debootstrap"
 	@echo "make lint         only linters and types"
+	@echo "make api-reference  every module's docstrings as HTML, in build/api"
 	@echo "make bench-transfer  GB/s of KV between two processes by each transport, beside a raw copy over TCP"
 	@echo "make bench-headless-prefill  prefill of 2,000 tokens without the layers that nothing later depends on"
 	@echo "make bench-overload  five times the requests that can be served: latency of the accepted, 429 for the others"
@@ -80,6 +81,11 @@ lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# A warning is an error, but for annotations that are more than there is when a program runs, such as gRPC's generics.
+api-reference: $(DEV)
+	$(PY) -W error::UserWarning -W "ignore:Error parsing type annotation" -W "ignore:Failed to run TYPE_CHECKING code" \
+	  -m pdoc --docformat markdown --no-show-source -o build/api cluster worker kv_transfer kernels '!.*_pb2.*'
 
 bench-transfer: $(STAMP)
 	$(PY) -m benchmarks.transfer

@@ -1,0 +1,116 @@
+"""A directory with the files that documents name, and a server that was started as they say."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import trustme
+
+import cluster.application
+import cluster.demo
+import cluster.serve
+from cluster.ports import free_port
+from tests.cluster.command_line import command_line
+from tests.docs.claims import BIN, ReadyToStart, Stage
+from tests.releases import RELEASES
+from tests.tiny_checkpoints import write_tiny
+
+TINY = {
+    "CROSSKV_SERVED_MODEL_NAME": "smollm2",
+    "CROSSKV_DTYPE": "float32",
+    "CROSSKV_KV_CACHE_MEMORY": "16MiB",
+    "CROSSKV_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def documented_files(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """What a reader has by the time that a document names it."""
+    directory = tmp_path_factory.mktemp("documented")
+    # As many layers as the real one, for rules that name them.
+    write_tiny("llama", directory / "smollm2", num_hidden_layers=30)
+    (directory / "my-model").symlink_to(tiny_model)
+    for name, release in (("qwen3-8b", "Qwen3-8B"), ("Qwen3-Next-80B", "Qwen3-Next-80B"), ("gemma-3n", "Gemma 3n E2B")):
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(RELEASES[release]))
+    (directory / "cluster.yaml").write_text("model: my-model\nprefill_replicas: 2\n")
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(str(directory / "key.pem"))
+    certificate.cert_chain_pems[0].write_to_path(str(directory / "certificate.pem"))
+    return directory
+
+
+@pytest.fixture
+def stage(
+    documented_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    pytestconfig: pytest.Config,
+) -> Stage:
+    """Commands run in a directory of their own, and start no cluster."""
+
+    def running_cluster(*_: object, **__: object) -> None:
+        raise ReadyToStart
+
+    for module in (cluster.application, cluster.serve, cluster.demo):
+        monkeypatch.setattr(module, "running_cluster", running_cluster)
+    run = command_line(monkeypatch, capsys)
+    monkeypatch.chdir(documented_files)
+    monkeypatch.setenv("CROSSKV_PORT", str(free_port("127.0.0.1")))
+    return Stage(documented_files, run, pytestconfig._parser._opt2dest)
+
+
+@pytest.fixture(scope="session")
+def served_address(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``crosskv serve smollm2`` as a process, until Ctrl-C; nothing of it may be left behind."""
+    port, mark = free_port("127.0.0.1"), uuid.uuid4().hex
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CROSSKV_")}
+    environment |= TINY | {"CROSSKV_PORT": str(port), "CROSSKV_TEST_MARK": mark, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    log = tmp_path_factory.mktemp("serve") / "log"
+    command = [str(BIN / "crosskv"), "serve", str(tiny_model)]
+    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as server:
+        try:
+            _wait_for(f"http://127.0.0.1:{port}/health", server, log)
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.send_signal(signal.SIGINT)
+            code = server.wait(60)
+            print(log.read_text())
+    assert code in (0, 130)
+    deadline = time.monotonic() + 10
+    while left := _marked(mark):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 240
+    while True:
+        assert server.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        try:
+            if httpx.get(url, timeout=2).status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("CROSSKV_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:80])
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
