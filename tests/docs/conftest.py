@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import trustme
 
@@ -19,7 +18,9 @@ import cluster.demo
 import cluster.serve
 from cluster.ports import free_port
 from tests.cluster.command_line import command_line
+from tests.cluster.system.processes import MARK, require_none_left
 from tests.docs.claims import BIN, ReadyToStart, Stage
+from tests.docs.documents import DOCUMENTS, blocks
 from tests.releases import RELEASES
 from tests.tiny_checkpoints import write_tiny
 
@@ -41,7 +42,13 @@ def documented_files(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path)
     for name, release in (("qwen3-8b", "Qwen3-8B"), ("Qwen3-Next-80B", "Qwen3-Next-80B"), ("gemma-3n", "Gemma 3n E2B")):
         (directory / name).mkdir()
         (directory / name / "config.json").write_text(json.dumps(RELEASES[release]))
-    (directory / "cluster.yaml").write_text("model: my-model\nprefill_replicas: 2\n")
+    (shown,) = (
+        block.content
+        for document in DOCUMENTS
+        for block in blocks(document)
+        if block.language == "yaml" and block.content.startswith("# cluster.yaml")
+    )
+    (directory / "cluster.yaml").write_text(shown.replace("smollm2", str(directory / "smollm2")))
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     certificate.private_key_pem.write_to_path(str(directory / "key.pem"))
@@ -74,7 +81,7 @@ def served_address(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     """``crosskv serve smollm2`` as a process, until Ctrl-C; nothing of it may be left behind."""
     port, mark = free_port("127.0.0.1"), uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CROSSKV_")}
-    environment |= TINY | {"CROSSKV_PORT": str(port), "CROSSKV_TEST_MARK": mark, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    environment |= TINY | {"CROSSKV_PORT": str(port), MARK: mark, "PATH": f"{BIN}:{os.environ['PATH']}"}
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [str(BIN / "crosskv"), "serve", str(tiny_model)]
     with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as server:
@@ -86,10 +93,7 @@ def served_address(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
             code = server.wait(60)
             print(log.read_text())
     assert code in (0, 130)
-    deadline = time.monotonic() + 10
-    while left := _marked(mark):
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.1)
+    require_none_left(mark)
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -103,14 +107,3 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-
-
-def _marked(mark: str) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("CROSSKV_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:80])
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found

@@ -1,10 +1,15 @@
-"""Finding the process that carries an engine, so that a test can kill it."""
+"""Finding processes: the one that carries an engine, so that a test can kill it, and those that a command has left."""
+
+import time
 
 import psutil
 import ray
 
 from cluster.application import APPLICATION
 from cluster.directory import directory_actor
+
+MARK = "CROSSKV_TEST_MARK"
+"""A variable by which all processes that a command starts are known."""
 
 
 def engine_process(incarnation: str) -> tuple[str, int]:
@@ -19,3 +24,22 @@ def engine_process(incarnation: str) -> tuple[str, int]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     raise AssertionError(f"no process of this session listens on {record.session_address}")
+
+
+def require_none_left(mark: str) -> None:
+    """No process that was started with this mark may live, or not for long."""
+    deadline = time.monotonic() + 10
+    while left := _marked(mark):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:80])
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.cluster.system.processes import MARK, require_none_left
 
 # They start clusters and compute prompts of a real model; a busy machine may take minutes.
 pytestmark = pytest.mark.timeout(900)
@@ -23,29 +23,15 @@ def run(*arguments: str) -> str:
     finished = subprocess.run(
         [sys.executable, "-m", "cluster.cli", *arguments],
         cwd=REPOSITORY,
-        env=os.environ | {"CROSSKV_TEST_MARK": mark, "COLUMNS": "80"},
+        env=os.environ | {MARK: mark, "COLUMNS": "80"},
         capture_output=True,
         text=True,
         timeout=840,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    deadline = time.monotonic() + 10
-    while left := marked(mark):
-        assert time.monotonic() < deadline, f"still running: {left}"
-        time.sleep(0.1)
+    require_none_left(mark)
     return finished.stdout
-
-
-def marked(mark: str) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("CROSSKV_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:80])
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def test_demo_on_the_real_model(tmp_path: Path) -> None:
