@@ -218,6 +218,13 @@ def find_tests(stage: Stage, command: Command) -> None:
         assert option in stage.pytest_options, option
 
 
+def find_client(stage: Stage, command: Command) -> None:
+    """Clients are in environments of their own, where ``make test-clients`` runs them: that it has this one."""
+    del stage
+    tests = [path.read_text() for path in (REPOSITORY / "tests" / "clients").glob("*.py")]
+    assert any(command.words[0] in test for test in tests), f"no test in tests/clients runs {command.words[0]}"
+
+
 def find_files(stage: Stage, command: Command) -> None:
     """Files and directories of the repository that are named exist."""
     del stage
@@ -305,7 +312,8 @@ CLAIMS = (
     Claim(rf"{ASSIGNMENTS}crosskv (serve|demo|bench transfer)\b", get_ready),
     # It would download.
     Claim(r"crosskv fetch\b", parse_crosskv),
-    Claim(r"(umask|echo|openssl|export)\b", run_in_shell),
+    Claim(r"(umask|echo|openssl)\b", run_in_shell),
+    Claim(r"(vllm|lm_eval|guidellm|aiperf)\b", find_client),
     Claim(r"(sudo )?make\b", know_target),
     Claim(r"python -m\b", find_module),
     Claim(r"pytest\b", find_tests),
@@ -314,5 +322,5 @@ CLAIMS = (
     Claim(r"(\w+=\$\()?kubectl\b", ask_kubectl),
     Claim(r"ray (start|stop|job)\b", parse_ray),
     Claim(r"serve (deploy|status|shutdown)\b", parse_serve),
-    Claim(r"(helm|kind|git|kill|cd)\b", parse_words),
+    Claim(r"(helm|kind|git|kill|cd|export)\b", parse_words),
 )

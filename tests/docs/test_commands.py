@@ -11,7 +11,7 @@ from tests.docs.claims import DOCUMENTED_ADDRESS, Stage, claim_of
 from tests.docs.documents import DOCUMENTS, REPOSITORY, SHELL, Block, Command, blocks, commands
 
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
-EXAMPLES = {REPOSITORY / "docs" / name for name in ("adding-a-model.md", "adding-a-transport.md")}
+EXAMPLES = {REPOSITORY / "docs" / name for name in ("adding-a-model.md", "adding-a-transport.md", "clients.md")}
 """Their Python has tests of its own."""
 PYTHON = [
     block

@@ -10,11 +10,12 @@ from typer.main import get_command
 
 from cluster.cli import app
 from cluster.config import SECRETS, ClusterConfig
-from tests.docs.documents import DOCUMENTS, REPOSITORY, Span, anchors, code_spans, links
+from tests.docs.claims import options_of
+from tests.docs.documents import DOCUMENTS, REPOSITORY, Span, anchors, code_spans, commands, links
 
 ROOMS = tuple(path.name for path in REPOSITORY.iterdir() if path.is_dir() and not path.name.startswith((".", "build")))
-# Of other programs, in sentences about them.
-FOREIGN_FLAGS = {"--build-arg", "--help", "--seconds", "--requests"}
+# Of benchmarks, in sentences about their figures.
+BENCHMARK_FLAGS = {"--seconds", "--requests"}
 NAMED_IN_EXAMPLES = {"worker/models/smollm3.py", "k8s/overlays/mine/kustomization.yaml"}
 
 
@@ -52,7 +53,7 @@ def test_files_exist() -> None:
 
 def test_flags_exist() -> None:
     """In the text, as in ``--kv-sharing`` or ``crosskv inspect MODEL --request-tokens 8192``."""
-    known = set(options(get_command(app))) | set(options(ray_command)) | FOREIGN_FLAGS
+    known = {"--help", *options(get_command(app)), *options(ray_command), *BENCHMARK_FLAGS, *flags_of_others()}
     lost = [
         f"{place(span)} has {flag}"
         for span in every(code_spans)
@@ -60,6 +61,12 @@ def test_flags_exist() -> None:
         if flag not in known and not foreign(span)
     ]
     assert not lost
+
+
+def flags_of_others() -> set[str]:
+    """Those of other programs' commands that documents show."""
+    shown = [command for document in DOCUMENTS for command in commands(document)]
+    return {flag for command in shown if "crosskv" not in command.words[0] for flag in options_of(command.words)}
 
 
 def foreign(span: Span) -> bool:
@@ -71,6 +78,7 @@ def foreign(span: Span) -> bool:
 
 def test_variables_exist() -> None:
     own = {f"CROSSKV_{name.upper()}" for name in ClusterConfig.model_fields} | {"CROSSKV_CACHE", "CROSSKV_DEBUG"}
+    own |= set(re.findall(r"\bCROSSKV_\w+", (REPOSITORY / "Makefile").read_text()))
     assert {f"CROSSKV_{name.upper()}" for name in SECRETS} <= own
     lost = [
         place(span) for span in every(code_spans) for name in re.findall(r"\bCROSSKV_\w+", span.text) if name not in own
