@@ -10,7 +10,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 UNPACKED = Path(__file__).resolve().parents[1] / "build" / "chromium"
 
 
@@ -34,8 +34,9 @@ def _debians() -> tuple[Path, dict[str, str]]:
     if not UNPACKED.exists():
         _unpack(UNPACKED)
     libraries = next((UNPACKED / "usr" / "lib").glob("*-linux-gnu"))
-    environment = {"LD_LIBRARY_PATH": f"{libraries}", "FONTCONFIG_FILE": str(UNPACKED / "fonts.conf")}
-    return UNPACKED / "usr" / "lib" / "chromium" / "chromium", environment
+    paths = [libraries, *filter(Path.is_dir, libraries.iterdir())]
+    environment = {"LD_LIBRARY_PATH": ":".join(map(str, paths)), "FONTCONFIG_FILE": str(UNPACKED / "fonts.conf")}
+    return UNPACKED / "usr" / "lib" / "chromium" / "chromium-headless-shell", environment
 
 
 def _unpack(target: Path) -> None:
@@ -47,7 +48,7 @@ def _unpack(target: Path) -> None:
             (work / place).mkdir(parents=True)
         apt = ["apt-get", "-qq", "-o", "Debug::NoLocking=true", "-o", "APT::Sandbox::User="]
         apt += ["-o", f"Dir::State::Lists={work}/lists", "-o", f"Dir::Cache={work}"]
-        packages = ["chromium", "fonts-dejavu-core"]
+        packages = ["chromium-headless-shell", "fonts-dejavu-core"]
         for command in (["update"], ["install", "--download-only", "--yes", "--no-install-recommends", *packages]):
             subprocess.run([*apt, *command], check=True, capture_output=True, timeout=300)
         root = work / "root"

@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 PICTURES = Path(__file__).resolve().parents[2] / "build" / "status-page"
 INTERVAL_MS = 2000
+PATIENCE_MS = 30_000
 SHOWN = "#main:not([hidden])"
 NO_ANSWER = "Failed to load resource: "
 """What Chromium writes by itself when a request is refused or nobody is there."""
+
+# Tests share the machine.
+expect.set_options(timeout=PATIENCE_MS)
 
 CONTRASTS = """() => {
   const channels = (colour) => {

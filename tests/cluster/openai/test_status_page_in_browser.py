@@ -196,7 +196,7 @@ def test_a_hundred_replicas(browser: Browser, served) -> None:
         began = time.monotonic()
         with status_page(browser, endpoint.url(), dark=True) as page:
             expect(page.locator(TILES)).to_have_count(100)
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 30
             assert value(page, "kv-sent") == value(page, "kv-saved") == sent
             rows = page.locator("#flows tr")
             # 2,400 pairs are twelve rows and a sum.
@@ -264,7 +264,7 @@ def test_a_server_that_is_gone(browser: Browser, served) -> None:
         expect(page.locator("#notice")).to_be_empty()
         shown = page.locator("#roles").text_content()
         server.should_exit = True
-        expect(page.locator("#state")).to_have_text("out of date", timeout=20_000)
+        expect(page.locator("#state")).to_have_text("out of date")
         good = (page.locator("#updated").text_content() or "").removeprefix("figures of ")
         expect(page.locator("#notice")).to_have_text(f"No figures: nobody answers. What is shown is of {good}.")
         assert page.locator("#roles").text_content() == shown

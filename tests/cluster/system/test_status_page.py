@@ -70,7 +70,7 @@ def test_figures_are_those_of_metrics(browser: Browser, serving: Serving) -> Non
     with status_page(browser, serving.base_url) as page:
         loading = threading.Thread(target=load, args=[serving.base_url])
         loading.start()
-        expect(page.locator("#running")).not_to_have_attribute("value", "0", timeout=60_000)
+        expect(page.locator("#running")).not_to_have_attribute("value", "0")
         picture(page, "load-light")
         loading.join()
         serving.wait_until_idle()
@@ -109,7 +109,7 @@ def test_figures_are_those_of_metrics(browser: Browser, serving: Serving) -> Non
         page.fill("#question", "What is the capital of France?")
         page.fill("#max-tokens", "12")
         page.press("#question", "Enter")
-        expect(page.locator("#chat-said")).to_contain_text("The answer is complete", timeout=60_000)
+        expect(page.locator("#chat-said")).to_contain_text("The answer is complete")
         expect(page.locator(".message.assistant")).to_contain_text("of KV from prefill-")
         expect(page.locator("#requests tr .generated").first).to_have_text("12")
         page.emulate_media(color_scheme="dark")
