@@ -109,14 +109,13 @@ def ask_server(stage: Stage, command: Command) -> str:
     return stage.here([*words, "--base-url", f"http://{stage.address}"])
 
 
-def trace_on_server(stage: Stage, command: Command) -> str:
-    """``crosskv trace`` of a request that was just answered, in place of the document's."""
-    body = {"model": "smollm2", "prompt": [5, 6, 7], "max_tokens": 4}
-    answer = httpx.post(f"http://{stage.address}/v1/completions", json=body, timeout=60.0).json()
-    words = [answer["id"] if word.startswith("cmpl-") else word for word in command.words[1:]]
-    said = stage.here([*words, "--base-url", f"http://{stage.address}"])
-    assert answer["id"] in said
-    return said
+def trace_a_request(stage: Stage, command: Command) -> str:
+    """``crosskv trace``, of a request that is made for it."""
+    body = {"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 4}
+    answer = httpx.post(f"http://{stage.address}/v1/completions", json=body, timeout=60).json()
+    words = [answer["id"] if re.match(r"(chat)?cmpl-", word) else word for word in command.words[1:]]
+    assert answer["id"] in words, "names no request"
+    return stage.here([*words, "--base-url", f"http://{stage.address}"])
 
 
 def watch_server(stage: Stage, command: Command) -> str:
@@ -317,8 +316,8 @@ def options_of(words: Iterable[str]) -> list[str]:
 ASSIGNMENTS = r"(?:\w+=\S+ )*"
 CLAIMS = (
     Claim(r"crosskv status .*--watch", watch_server, on_server=True),
+    Claim(r"crosskv trace\b", trace_a_request, on_server=True),
     Claim(r"crosskv (chat|status|bench serve)\b", ask_server, on_server=True),
-    Claim(r"crosskv trace\b", trace_on_server, on_server=True),
     Claim(r"curl\b.*127\.0\.0\.1:8000", run_against_server, on_server=True),
     Claim(r"crosskv (inspect|models)\b", run_crosskv),
     Claim(rf"{ASSIGNMENTS}crosskv (serve|demo|bench transfer)\b", get_ready),
