@@ -1,4 +1,4 @@
-"""The tables of settings in docs/user-guide.md, made from ``ClusterConfig``.
+"""The tables of commands and settings in docs/user-guide.md, made from the command line and ``ClusterConfig``.
 
     python -m tests.docs.option_tables
 
@@ -6,10 +6,14 @@ writes them anew, between their markers.
 """
 
 import re
+from collections.abc import Iterator
 from enum import Enum
+from typing import Any
 
 from pydantic import ByteSize
+from typer.main import get_command
 
+from cluster.cli import app
 from cluster.config import SECRETS, ClusterConfig, flag_of
 from tests.docs.documents import REPOSITORY
 
@@ -65,6 +69,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+COMMANDS = "commands"
+"""The table that is none of settings."""
+
 _TABLE = re.compile(rf"<!-- begin: {re.escape(COMMAND)} (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -85,8 +92,23 @@ def fields_of(group: str) -> tuple[str, ...]:
     return (*GROUPS[group], *others)
 
 
+def commands_of(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every command's name and what it says of itself first."""
+    if hasattr(command, "commands"):
+        for inner in command.commands.values():
+            yield from commands_of(inner, f"{name} {inner.name}")
+    else:
+        arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        yield " ".join([name, *arguments]), " ".join(command.help.split("\n\n")[0].split())
+
+
 def table(group: str) -> str:
-    """Markdown, one row per setting."""
+    """Markdown, one row per command or setting."""
+    if group == COMMANDS:
+        rows = ["| command | what it does |", "| --- | --- |"]
+        return "\n".join(
+            [*rows, *(f"| `{name}` | {text} |" for name, text in commands_of(get_command(app), "crosskv"))]
+        )
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for name in fields_of(group):
         field = ClusterConfig.model_fields[name]
