@@ -21,6 +21,9 @@ from cluster.ports import free_port
 from tests.k8s.kubectl import K8S, REPOSITORY, render
 from tests.tiny_checkpoints import write_tiny
 
+RAY_START_ATTEMPTS = 3
+OF_RAY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray-dashboard")
+"""Workers that Ray keeps for later, and what every node has."""
 PROGRAMS = {"ray": "ray.scripts.scripts", "serve": "ray.serve.scripts"}
 
 
@@ -40,7 +43,7 @@ class RayHead:
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """Run one of Ray's commands as a user of this cluster."""
         finished = subprocess.run(
-            [str(self.python), "-m", PROGRAMS[command[0]], *command[1:]],
+            [str(self.python), "-P", "-m", PROGRAMS[command[0]], *command[1:]],
             env=self.environment | {"RAY_API_SERVER_ADDRESS": self.dashboard, "RAY_DASHBOARD_ADDRESS": self.dashboard},
             cwd=cwd,
             capture_output=True,
@@ -57,6 +60,17 @@ class RayHead:
         reply = httpx.get(f"{self.dashboard}/api/v0/actors", params=query, timeout=20).json()
         return {actor["class_name"] for actor in reply["data"]["result"]["result"]}
 
+    @property
+    def lives(self) -> bool:
+        return self.process.status() != psutil.STATUS_ZOMBIE
+
+    def started_or_ended(self) -> bool:
+        try:
+            return not self.lives or bool(self.nodes())
+        except (httpx.TransportError, ValueError, KeyError):
+            # The dashboard is about to begin, or to end.
+            return False
+
     def nodes(self) -> set[str]:
         """Addresses of those that live."""
         reply = httpx.get(f"{self.dashboard}/api/v0/nodes", timeout=20).json()
@@ -68,7 +82,7 @@ class RayHead:
 
 
 def at_work(processes: set[psutil.Process]) -> list[str]:
-    """Command lines of those that live and are not workers that Ray keeps for later."""
+    """Command lines of those that live and are not a node's own."""
     lines = []
     for process in processes:
         try:
@@ -76,17 +90,24 @@ def at_work(processes: set[psutil.Process]) -> list[str]:
                 lines.append(" ".join(process.cmdline()))
         except psutil.NoSuchProcess:
             continue
-    return [line for line in lines if not line.startswith("ray::IDLE")]
+    return [line for line in lines if line and not line.startswith(OF_RAY)]
 
 
 @contextmanager
-def ray_node(
-    python: Path, environment: dict[str, str], log_file: Path, *options: str
-) -> Iterator[tuple[psutil.Process, Path]]:
+def ray_node(python: Path, environment: dict[str, str], log_file: Path, *options: str) -> Iterator[psutil.Process]:
     """`ray start` with some options until the context ends; it prints what Ray printed."""
     # Paths of Unix sockets must be short.
     directory = Path(tempfile.mkdtemp(prefix="ck-", dir="/tmp"))
-    command = [str(python), "-m", PROGRAMS["ray"], "start", "--block", "--object-store-memory=100000000", *options]
+    command = [
+        str(python),
+        "-P",
+        "-m",
+        PROGRAMS["ray"],
+        "start",
+        "--block",
+        "--object-store-memory=100000000",
+        *options,
+    ]
     if "--head" in options:
         command.append(f"--temp-dir={directory}")
     with (
@@ -95,7 +116,7 @@ def ray_node(
     ):
         process = psutil.Process(started.pid)
         try:
-            yield process, directory
+            yield process
         finally:
             family = [process, *process.children(recursive=True)]
             started.terminate()
@@ -108,23 +129,25 @@ def ray_node(
 
 @contextmanager
 def ray_cluster(python: Path, log_file: Path, resources: str, **variables: str) -> Iterator[RayHead]:
-    """A head alone."""
+    """A head alone. On a busy machine Ray gives up its start after half a minute; then it is started again."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHONPATH"))}
     # Ray's own draining at the end would wait for what tests leave.
     kept |= {"RAY_AUTH_MODE": "disabled", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     environment = kept | {"PATH": f"{python.parent}:{os.environ['PATH']}", **variables}
-    dashboard, port = free_port(), free_port()
-    options = (
-        *("--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}"),
-        *(f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"),
-        *("--num-cpus=16", f"--resources={resources}"),
-    )
-    with ray_node(python, environment, log_file, *options) as (process, _):
-        url = f"http://127.0.0.1:{dashboard}"
-        until(120, "the dashboard", lambda: answers(f"{url}/api/version"))
-        head = RayHead(python, f"127.0.0.1:{port}", url, environment, process)
-        until(60, "its own node", lambda: bool(head.nodes()))
-        yield head
+    for _ in range(RAY_START_ATTEMPTS):
+        dashboard, port = free_port(), free_port()
+        options = (
+            *("--head", "--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}"),
+            *(f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"),
+            *("--num-cpus=16", f"--resources={resources}"),
+        )
+        with ray_node(python, environment, log_file, *options) as process:
+            head = RayHead(python, f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", environment, process)
+            until(180, "its own node", head.started_or_ended)
+            if head.lives:
+                yield head
+                return
+    raise AssertionError(f"Ray did not start in {RAY_START_ATTEMPTS} attempts")
 
 
 @pytest.fixture(scope="session")

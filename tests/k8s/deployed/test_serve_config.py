@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig
-from tests.k8s.deployed.conftest import RayHead, complete, deployed, until
+from tests.k8s.deployed.conftest import RayHead, at_work, complete, deployed, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -18,10 +18,7 @@ def test_an_embedded_config(overlay: str, ray_head: RayHead, tiny_model: Path, t
         complete(deployment.base_url)
         until(60, "RUNNING", lambda: deployment.status() == "RUNNING")
         config = ClusterConfig(**deployment.config["applications"][0]["args"])
-        names = [" ".join(process.cmdline()[:1]) for process in ray_head.processes() if process.is_running()]
-        assert sum(name.startswith("ray::ReplicaActor") for name in names) == 2
-        assert sum(name.startswith("ray::RankActor") for name in names) == config_ranks(config) - 2
-
-
-def config_ranks(config: ClusterConfig) -> int:
-    return sum(config.ranks_of(role) for role in config.replicas)
+        running = at_work(ray_head.processes())
+        assert sum(line.startswith("ray::ReplicaActor") for line in running) == 2
+        further = sum(config.ranks_of(role) - 1 for role in config.replicas)
+        assert sum(line.startswith("ray::RankActor") for line in running) == further
