@@ -49,7 +49,7 @@ def test_decode_engine_killed(serving: Serving) -> None:
 def test_an_engine_that_is_told_to_end_finishes_what_it_has(serving: Serving) -> None:
     """SIGTERM to its process, as an operator may send it: nobody has to go on elsewhere."""
     question = prompts(1, 200, seed=23)[0]
-    long = {"max_tokens": 800}
+    long = {"max_tokens": 500}
     expected = complete(serving, question, **long)["choices"][0]["text"]
     before = live(serving.statuses(), "decode")
     with ThreadPoolExecutor(1) as pool:
