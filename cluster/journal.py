@@ -58,6 +58,11 @@ class Entry:
         self._choices = 0
         self._prompts: list[PromptTimeline] = []
 
+    @property
+    def began(self) -> float:
+        """When it arrived, by the journal's clock, seconds."""
+        return self._began
+
     def generating(self, usage: Usage, choices: int) -> None:
         """The request is valid and wants so many choices; ``usage`` counts along."""
         self._usage, self._choices = usage, choices

@@ -47,7 +47,7 @@ class EventStream(StreamingResponse):
     The response begins with the first event, so that a request that fails before has its own status. One that fails
     later ends with an error event and without ``[DONE]``. When the client leaves, the source of events is closed.
     ``on_end`` is told the status in each case, and what the client was told of a failure. ``headers`` are sent in each
-    case as well.
+    case as well. ``name`` is the request's, for the log.
     """
 
     def __init__(
@@ -55,9 +55,11 @@ class EventStream(StreamingResponse):
         events: AsyncGenerator[bytes, None],
         on_end: Callable[[int, ApiError | None], None],
         headers: dict[str, str],
+        name: str,
     ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"} | headers, media_type="text/event-stream")
         self._own_headers = headers
+        self._name = name
         self._events = events
         self._on_end = on_end
 
@@ -85,7 +87,7 @@ class EventStream(StreamingResponse):
         except OSError as error:
             raise ClientDisconnect from error
         except Exception as error:
-            failure = as_api_error(error)
+            failure = as_api_error(error, self._name)
             failure.headers |= self._own_headers
             if not began:
                 await failure.response()(scope, receive, send)
@@ -95,11 +97,11 @@ class EventStream(StreamingResponse):
         return failure
 
 
-def as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception, name: str = "a request") -> ApiError:
     """Return what the client is told; an error that nobody expected is logged and not shown."""
     if isinstance(error, ApiError):
         return error
-    _logger.error("a request failed unexpectedly\n%s", without_content(error))
+    _logger.error("%s failed unexpectedly\n%s", name, without_content(error))
     return ApiError(ErrorCode.INTERNAL_ERROR, "internal error; the server's log has the details")
 
 

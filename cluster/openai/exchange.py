@@ -140,7 +140,7 @@ async def generate(
         ended(DISCONNECTED)
         return Response(status_code=DISCONNECTED)  # nobody hears it
     except Exception as error:
-        failure = as_api_error(error)
+        failure = as_api_error(error, entry.request_id)
         failure.headers |= headers
         ended(failure.status, failure)
         return failure.response()
@@ -150,4 +150,4 @@ async def generate(
     if isinstance(result, bytes):
         ended(200)
         return Response(result, headers=headers, media_type="application/json")
-    return EventStream(result, ended, headers)
+    return EventStream(result, ended, headers, entry.request_id)

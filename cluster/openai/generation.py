@@ -85,7 +85,7 @@ class Generation:
         entry.generating(self.usage, len(plan.prompts) * plan.choices)
         self._engine = engine
         self._metrics = metrics
-        self._clock = TokenClock(metrics, len(plan.prompts) * plan.choices)
+        self._clock = TokenClock(metrics, len(plan.prompts) * plan.choices, entry.began)
         self._choices = [
             Choice(
                 prompt_index * plan.choices + index,

@@ -68,17 +68,17 @@ class FrontEndMetrics:
 
 
 class TokenClock:
-    """Times one request's tokens; begins with the request."""
+    """Times one request's tokens. The request arrived when ``time.monotonic`` was ``began``."""
 
-    def __init__(self, metrics: FrontEndMetrics, choices: int) -> None:
+    def __init__(self, metrics: FrontEndMetrics, choices: int, began: float) -> None:
         self._metrics = metrics
-        self._began = time.perf_counter()
+        self._began = began
         self._first: float | None = None
         self._last: list[float] = [0.0] * choices
 
     def tick(self, choice: int, tokens: int) -> None:
         """Note that ``tokens`` tokens of a choice have arrived together."""
-        now = time.perf_counter()
+        now = time.monotonic()
         if self._first is None:
             self._first = now
             self._metrics.time_to_first_token.observe(now - self._began)
@@ -91,6 +91,6 @@ class TokenClock:
 
     def finish(self) -> None:
         """Note that the last token has arrived."""
-        self._metrics.duration.observe(time.perf_counter() - self._began)
+        self._metrics.duration.observe(time.monotonic() - self._began)
         if self._first is not None:
             self._metrics.decode.observe(max(self._last) - self._first)

@@ -94,7 +94,9 @@ async def test_an_engine_that_stops_early_or_aborts_is_an_error(client, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_defect_is_a_500_that_shows_nothing_of_the_inside(client, stream: bool) -> None:
+async def test_a_defect_is_a_500_that_shows_nothing_of_the_inside(
+    client, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def script(submit: Submit):
         raise KeyError("secret")
 
@@ -104,6 +106,7 @@ async def test_a_defect_is_a_500_that_shows_nothing_of_the_inside(client, stream
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
         assert response.json()["error"]["code"] == "internal_error"
+        assert f"{response.headers['x-request-id']} failed unexpectedly" in caplog.text
         assert "secret" not in response.text
 
 

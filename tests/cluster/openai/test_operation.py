@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 import tomllib
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,18 @@ async def test_metrics_of_the_front_end(client, tokenizer: Tokenizer) -> None:
     # One per prompt, and none of a transfer that there was not.
     assert values[("crosskv_request_queue_seconds_count",)] == 2
     assert values[("crosskv_request_transfer_seconds_count",)] == 0
+
+
+async def test_a_first_token_is_waited_for_from_the_requests_first_byte_on(client) -> None:
+    async def slowly() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.2)
+        yield b'{"prompt": [5]}'
+
+    async with client(ScriptedEngine(always([5]))) as http:
+        assert (await http.post("/v1/completions", content=slowly())).status_code == 200
+        values = samples((await http.get("/metrics")).text)
+    assert values[("crosskv_time_to_first_token_seconds_sum",)] >= 0.2
+    assert values[("crosskv_e2e_request_latency_seconds_sum",)] >= 0.2
 
 
 async def test_phases_of_a_transfer_are_seconds(client) -> None:
