@@ -54,14 +54,14 @@ def served(journal: Journal) -> Entry:
     timeline = entry.new_prompt(0)
     first = PromptInfo(
         cached_tokens=16,
-        phases=Phases(prefill_ms=1, transfer_ms=2, first_token_ms=3),
+        phases=Phases(prefill_ms=0.001, transfer_ms=0.002, first_token_ms=0.003),
         transfer=Transfer(payload_bytes=2_000_000, unshared_bytes=4_000_000, attempts=1, prefill_replica="prefill-7"),
     )
     usage.add_prompt(first)
     usage.completion_tokens = 9
     timeline.placed("decode-1")
     timeline.reported(first)
-    again = PromptInfo(phases=Phases(prefill_ms=1, first_token_ms=1))
+    again = PromptInfo(phases=Phases(prefill_ms=0.001, first_token_ms=0.001))
     usage.add_resumption(again)
     timeline.placed("decode-2")
     timeline.reported(again)
