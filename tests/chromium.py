@@ -55,7 +55,8 @@ def _unpack(target: Path) -> None:
         for archive in (work / "archives").glob("*.deb"):
             subprocess.run(["dpkg-deb", "--extract", archive, root], check=True, timeout=120)
         fonts = f"<dir>{target}/usr/share/fonts</dir><dir>/usr/share/fonts</dir><cachedir>{target}/fonts</cachedir>"
-        (root / "fonts.conf").write_text(f"<fontconfig>{fonts}</fontconfig>\n")
+        usual = "<alias><family>system-ui</family><prefer><family>DejaVu Sans</family></prefer></alias>"
+        (root / "fonts.conf").write_text(f"<fontconfig>{fonts}{usual}</fontconfig>\n")
         try:
             root.rename(target)
         except OSError:

@@ -214,10 +214,10 @@ def test_a_narrow_window(browser: Browser, served) -> None:
         httpx.post(f"{endpoint.url()}/v1/completions", json={"prompt": "hello"})
         refreshed(page)
         page.locator(".disclose").first.click()
+        picture(page, "narrow")
+        assert page.locator("#requests-scroll").evaluate("node => node.scrollWidth - node.clientWidth") <= 0
         page.locator(TILES).first.click()
         assert page.evaluate("document.scrollingElement.scrollWidth") <= 360
-        assert page.locator("#requests-scroll").evaluate("node => node.scrollWidth - node.clientWidth") <= 0
-        picture(page, "narrow")
 
 
 def test_a_key_is_asked_for_and_kept_in_this_tab_only(browser: Browser, served) -> None:

@@ -1,9 +1,10 @@
 """The status page of a running cluster, in a real browser, during a load and after it."""
 
-import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from tests.chromium import chromium
 from tests.cluster.status_page import picture, refreshed, status_page, value
 from tests.cluster.system.conftest import Serving
 
-REQUESTS = 24
+CLIENTS = 6
 
 
 @pytest.fixture
@@ -23,23 +24,27 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-def load(base_url: str) -> None:
-    """Requests of different lengths, eight at a time."""
-    numbers = random.Random(31)
-    prompts = [[numbers.randrange(4, 512) for _ in range(numbers.randint(40, 400))] for _ in range(REQUESTS)]
+@contextmanager
+def loading(base_url: str) -> Iterator[None]:
+    """Clients with one request after another, until the block ends."""
+    enough = threading.Event()
 
-    async def everything() -> None:
-        seats = asyncio.Semaphore(8)
-        async with httpx.AsyncClient(base_url=base_url, timeout=120) as client:
+    def client(number: int) -> None:
+        numbers = random.Random(number)
+        with httpx.Client(base_url=base_url, timeout=120) as http:
+            while not enough.is_set():
+                prompt = [numbers.randrange(4, 512) for _ in range(numbers.randint(40, 400))]
+                body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+                assert http.post("/v1/completions", json=body).status_code == 200
 
-            async def ask(prompt: list[int]) -> None:
-                async with seats:
-                    body = {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
-                    assert (await client.post("/v1/completions", json=body)).status_code == 200
-
-            await asyncio.gather(*map(ask, prompts))
-
-    asyncio.run(everything())
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        clients = [threads.submit(client, number) for number in range(CLIENTS)]
+        try:
+            yield
+        finally:
+            enough.set()
+        for one in clients:
+            one.result()
 
 
 def metrics(base_url: str) -> dict[tuple[str, ...], float]:
@@ -68,11 +73,10 @@ def moved_by_counters(replicas: list[dict]) -> int:
 def test_figures_are_those_of_metrics(browser: Browser, serving: Serving) -> None:
     before = serving.statuses()
     with status_page(browser, serving.base_url) as page:
-        loading = threading.Thread(target=load, args=[serving.base_url])
-        loading.start()
-        expect(page.locator("#running")).not_to_have_attribute("value", "0")
-        picture(page, "load-light")
-        loading.join()
+        with loading(serving.base_url):
+            expect(page.locator("#requests tr")).not_to_have_count(0)
+            expect(page.locator("#running")).not_to_have_attribute("value", "0")
+            picture(page, "load-light")
         serving.wait_until_idle()
         refreshed(page, 2)
         samples = metrics(serving.base_url)
@@ -102,7 +106,6 @@ def test_figures_are_those_of_metrics(browser: Browser, serving: Serving) -> Non
             shown = page.locator(f"#replica dt:text-is('{term}') + dd data").get_attribute("value")
             assert float(shown) == samples["crosskv_kv_cache_blocks", name, name.split("-")[0], state]
         picture(page, "after-light")
-        page.keyboard.press("Escape")
         page.get_by_role("button", name="Show all again").click()
         # The journal's last requests, and the chat's own on top of them.
         expect(page.locator("#requests tr")).not_to_have_count(0)
