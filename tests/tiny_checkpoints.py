@@ -25,6 +25,7 @@ SPECIAL_TOKENS = [BOS, EOS, IM_START, IM_END]
 """Ids 0 to 3. Texts end at EOS, turns of a chat at IM_END; both are in generation_config.json."""
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<tool_call> ' + tools | map(attribute='function.name') | join(' ') + '\n' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
