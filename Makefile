@@ -8,14 +8,15 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 DEV := $(VENV)/installed-dev
+CLIENTS := .venv-clients
 MODEL ?= smollm2
 TEST_WORKERS ?= 2
-ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/k8s/pods --ignore tests/scale_out
+ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/k8s/pods --ignore tests/scale_out --ignore tests/clients
 OTHERS := build/tests/others.log
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
-.PHONY: help demo serve test test-faults test-deployed test-scale-out test-tensor-parallel check-image lint api-reference bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
+.PHONY: help demo serve test test-faults test-deployed test-scale-out test-clients test-tensor-parallel check-image lint api-reference bench-transfer bench-overlap bench-headless-prefill bench-overload bench-soak compile-kernels monitoring proto check-proto clean
 
 help:
 	@echo "make demo         the whole system on a real model: ask it with and without KV sharing, compare the bytes"
@@ -24,6 +25,7 @@ help:
 	@echo "make test-faults  every process of a cluster killed and stopped in every state of a request; make test has some"
 	@echo "make test-deployed  ray job submit and serve deploy on a Ray cluster of its own; not part of make test"
 	@echo "make test-scale-out  replicas on Ray nodes with networks of their own, also as pods; needs root; not part of make test"
+	@echo "make test-clients  lm_eval, guidellm, LangChain and others against one cluster; not part of make test"
 	@echo "make test-tensor-parallel  every pair of tensor-parallel sizes, transports, models and sharing rules; make test has some"
 	@echo "make check-image  the image's recipe in a clean Debian, without a container engine; needs root and debootstrap"
 	@echo "make lint         only linters and types"
@@ -71,6 +73,15 @@ test-scale-out: $(DEV)
 # The Dockerfile's instructions in build/image. MOUNTS are directories that pip's variables name.
 check-image: $(DEV)
 	$(PY) -m tests.k8s.image_root build/image $(MOUNTS)
+
+# Clients in an environment of their own, over 1 GB. With CROSSKV_VLLM=…/bin/vllm also vllm bench serve of that vLLM.
+test-clients: $(DEV) $(CLIENTS)/installed
+	CROSSKV_CLIENTS=$(CLIENTS) $(PY) -m pytest tests/clients
+
+$(CLIENTS)/installed: tests/clients/requirements.txt | $(STAMP)
+	$(PY) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --disable-pip-version-check -r $<
+	@touch $@
 
 # Every pair of tensor-parallel sizes over both transports, every model with every sharing rule: hundreds of replicas.
 test-tensor-parallel: $(DEV)
@@ -149,5 +160,5 @@ $(DEV): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build bench-results *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build bench-results *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
