@@ -46,12 +46,15 @@ _LOCAL_SERVER = "http://127.0.0.1:8000"
 
 
 @app.command()
-def fetch(model: Annotated[str, typer.Argument(help="smollm2, or a Hugging Face hub id.")] = "smollm2") -> None:
+def fetch(
+    model: Annotated[str, typer.Argument(help="smollm2, or a Hugging Face hub id.")] = "smollm2",
+    tokenizer: Annotated[bool, typer.Option("--tokenizer", help="Print where its tokenizer lies instead.")] = False,
+) -> None:
     """Download a model, verify it, and print where it lies."""
     from cluster.fetch import fetch_model  # noqa: PLC0415
 
     files = fetch_model(model, Console(stderr=True))
-    print(files.weights)
+    print(files.tokenizer if tokenizer else files.weights)
 
 
 @app.command()
