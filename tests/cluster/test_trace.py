@@ -101,7 +101,7 @@ def test_several_front_ends_are_asked_until_the_right_one_answers(crosskv: Run) 
 
 
 def test_an_unknown_request_is_one_clear_error(crosskv: Run) -> None:
-    journal, gone = Journal("tiny", new_front_end()), Journal("tiny")
+    journal, gone = Journal("tiny", new_front_end()), Journal("tiny", new_front_end())
     with front_ends(journal) as url:
         unknown = refused(crosskv("trace", "cmpl-x", "--base-url", url))
         elsewhere = refused(crosskv("trace", served(gone).request_id, "--base-url", url))
