@@ -16,6 +16,7 @@ import trustme
 import cluster.application
 import cluster.demo
 import cluster.serve
+from cluster.application import READY_SECONDS
 from cluster.ports import free_port
 from tests.cluster.command_line import command_line
 from tests.cluster.system.processes import MARK, require_none_left
@@ -90,14 +91,14 @@ def served_address(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
             yield f"127.0.0.1:{port}"
         finally:
             server.send_signal(signal.SIGINT)
-            code = server.wait(60)
+            code = server.wait(120)
             print(log.read_text())
     assert code in (0, 130)
     require_none_left(mark)
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + READY_SECONDS
     while True:
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()

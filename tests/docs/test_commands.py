@@ -10,6 +10,9 @@ import pytest
 from tests.docs.claims import DOCUMENTED_ADDRESS, Stage, claim_of
 from tests.docs.documents import DOCUMENTS, REPOSITORY, SHELL, Block, Command, blocks, commands
 
+# The first on a server waits for its start, which a busy machine may take minutes for.
+pytestmark = pytest.mark.timeout(900)
+
 COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
 EXAMPLES = {REPOSITORY / "docs" / name for name in ("adding-a-model.md", "adding-a-transport.md", "clients.md")}
 """Their Python has tests of its own."""
