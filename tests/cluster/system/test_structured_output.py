@@ -14,7 +14,9 @@ from pydantic import BaseModel, Field
 from cluster.text.tokenizer import Tokenizer
 from tests.cluster.system.conftest import Serving
 from tests.conftest import EngineProcesses
-from tests.engine_process import EngineClient, RankProcesses, colocated
+from tests.engine_client import EngineClient
+from tests.engine_process import RankProcesses
+from tests.replicas import colocated
 from worker.config import EngineConfig, Role
 from worker.wire import engine_pb2 as wire
 
