@@ -21,14 +21,20 @@ EXPIRY_SECONDS = 5.0
 """Long enough for a busy machine to be late; a replica that died is noticed by its broken connections at once."""
 
 ANSWER_SECONDS = 5.0
+DEPARTED_SECONDS = 60.0
+"""For so long it is known of a replica that it was not lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The live replicas that a directory knows. A new directory's is not ``complete``: some may not have reported."""
+    """The live replicas that a directory knows. A new directory's is not ``complete``: some may not have reported.
+
+    ``departed`` are incarnations that ended in an orderly way of late.
+    """
 
     records: tuple[ReplicaRecord, ...]
     complete: bool
+    departed: frozenset[str] = frozenset()
 
 
 class Directory:
@@ -37,6 +43,7 @@ class Directory:
     def __init__(self) -> None:
         self._complete_from = time.monotonic() + EXPIRY_SECONDS
         self._records: dict[str, tuple[ReplicaRecord, float]] = {}
+        self._departed: dict[str, float] = {}
         self._front_ends: dict[str, tuple[FrontEndReport, float]] = {}
 
     def report(self, record: ReplicaRecord) -> Listing:
@@ -47,12 +54,15 @@ class Directory:
     def remove(self, incarnation: str) -> None:
         """A replica ends in an orderly way."""
         self._records.pop(incarnation, None)
+        self._departed[incarnation] = time.monotonic()
 
     def live(self) -> Listing:
         """Every replica that reported within ``EXPIRY_SECONDS``."""
         now = time.monotonic()
         self._records = {name: entry for name, entry in self._records.items() if now - entry[1] < EXPIRY_SECONDS}
-        return Listing(tuple(record for record, _ in self._records.values()), now >= self._complete_from)
+        self._departed = {name: at for name, at in self._departed.items() if now - at < DEPARTED_SECONDS}
+        records = tuple(record for record, _ in self._records.values())
+        return Listing(records, now >= self._complete_from, frozenset(self._departed))
 
     def exchange(self, report: FrontEndReport) -> tuple[FrontEndReport, ...]:
         """Take one front end's report; returns those of all, with numbers of those at its address."""
@@ -79,6 +89,11 @@ class DirectoryClient:
         self._namespace = namespace
         self._actor: ray.actor.ActorHandle | None = None
         self._known: dict[str, ReplicaRecord] = {}
+        self._departed: frozenset[str] = frozenset()
+
+    def departed(self) -> frozenset[str]:
+        """Which replicas have ended in an orderly way of late, as of the last answer."""
+        return self._departed
 
     async def report(self, record: ReplicaRecord) -> list[ReplicaRecord]:
         """Renew a replica's entry; returns every live one."""
@@ -121,6 +136,7 @@ class DirectoryClient:
     def _merge(self, listing: Listing) -> list[ReplicaRecord]:
         """What is known after ``listing``: absence from an incomplete one means nothing."""
         listed = {record.incarnation: record for record in listing.records}
+        self._departed = listing.departed
         self._known = listed if listing.complete else self._known | listed
         return list(self._known.values())
 

@@ -118,6 +118,7 @@ class FrontEnd:
         directory = DirectoryClient(config.directory)
         self._replicas = ReplicaSet(
             directory.live,
+            directory.departed,
             needs_prefill=config.needs_prefill,
             token=self._token,
             request_timeout=config.request_timeout,

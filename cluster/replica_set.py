@@ -65,7 +65,8 @@ class _NoRoom(Exception):
 
 
 class ReplicaSet:
-    """See the module. ``live`` asks the directory. ``token`` is what replicas want to see.
+    """See the module. ``live`` asks the directory, which then knows who ``departed`` in an orderly way. Replicas want
+    to see ``token``.
 
     A request without a deadline has ``request_timeout`` seconds.
     """
@@ -73,6 +74,7 @@ class ReplicaSet:
     def __init__(
         self,
         live: Callable[[], Awaitable[Sequence[ReplicaRecord]]],
+        departed: Callable[[], AbstractSet[str]] = frozenset,
         *,
         needs_prefill: bool,
         token: ClusterToken | None = None,
@@ -81,6 +83,7 @@ class ReplicaSet:
         metrics: PlacementMetrics | None = None,
     ) -> None:
         self._live = live
+        self._departed = departed
         self._needs_prefill = needs_prefill
         self._token = token
         self._patience = patience
@@ -272,7 +275,7 @@ class ReplicaSet:
     def _count_lost_prefill(self, found: Mapping[str, ReplicaRecord]) -> None:
         """Of prefill replicas the directory tells."""
         for name, record in self._prefill.items():
-            if name not in found and not record.draining:
+            if name not in found and not record.draining and name not in self._departed():
                 log.warning("%s is gone", name)
                 self._metrics.lost(record.role)
 

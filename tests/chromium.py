@@ -11,7 +11,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-UNPACKED = Path(__file__).resolve().parents[1] / "build" / "chromium"
+UNPACKED = Path(__file__).resolve().parents[1] / "build" / "chromium-headless-shell"
 
 
 @contextmanager

@@ -24,6 +24,9 @@ def test_entries_expire_and_a_new_directory_says_that_it_is_new(monkeypatch: pyt
     now += 0.2
     assert content.live() == Listing((record("b"),), complete=True)
     content.remove("b")
+    # One that expired has not said that it goes.
+    assert content.live() == Listing((), complete=True, departed=frozenset({"b"}))
+    now += directory.DEPARTED_SECONDS + 1
     assert content.live() == Listing((), complete=True)
 
 

@@ -30,7 +30,10 @@ class FrontEnd:
         self._registry = CollectorRegistry()
         self.replicas = replicas
         self.listed = [replica.record for replica in replicas]
-        self.engine = ReplicaSet(self._live, needs_prefill=False, metrics=PlacementMetrics(self._registry))
+        self.departed: set[str] = set()
+        self.engine = ReplicaSet(
+            self._live, lambda: self.departed, needs_prefill=False, metrics=PlacementMetrics(self._registry)
+        )
 
     async def _live(self) -> list[ReplicaRecord]:
         return list(self.listed)
@@ -121,7 +124,9 @@ async def test_poison_and_waiting_for_room_are_counted() -> None:
 
 async def test_a_prefill_replica_that_disappears_is_lost_unless_it_said_so() -> None:
     async with FrontEnd(ScriptedReplica("d")) as front_end:
-        for draining in (False, True):
+        # The last has drained before anybody looked, but ended in order.
+        for draining, departed in ((False, set()), (True, set()), (False, {"p"})):
+            front_end.departed = departed
             front_end.listed.append(
                 ReplicaRecord(Role.PREFILL, "p", "127.0.0.1:1", ("127.0.0.1:1",), draining=draining)
             )
