@@ -12,7 +12,6 @@ CLIENTS := .venv-clients
 MODEL ?= smollm2
 TEST_WORKERS ?= 2
 ELSEWHERE := --ignore tests/k8s/deployed --ignore tests/k8s/pods --ignore tests/scale_out --ignore tests/clients
-OTHERS := build/tests/others.log
 GENERATED := build/proto
 PROTOC := $(PY) -m grpc_tools.protoc
 
@@ -46,15 +45,11 @@ demo: $(STAMP)
 serve: $(STAMP)
 	$(PY) -m cluster.cli serve $(MODEL)
 
-# Tests that start clusters or kill replicas run one after another and wait a lot; the others take what they leave of the
-# machine, and are reported afterwards.
+# Tests that start clusters, or kill replicas and watch how soon that is noticed, run one after another on a quiet
+# machine. The others, of which some ask replicas too, wait for as long as it takes.
 test: lint check-proto
-	@mkdir -p $(dir $(OTHERS))
-	@nice -n 10 $(PY) -m pytest -m "not replicas" -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(ELSEWHERE) \
-	  >$(OTHERS) 2>&1 & others=$$!; trap 'kill $$others 2>/dev/null || true' EXIT; status=0; \
-	$(PY) -m pytest -m replicas $(ELSEWHERE) || status=$$?; \
-	echo "tests that need no machine of their own are still running: $(OTHERS)"; \
-	wait $$others || status=$$?; cat $(OTHERS); exit $$status
+	$(PY) -m pytest -m replicas $(ELSEWHERE)
+	$(PY) -m pytest -m "not replicas" -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(ELSEWHERE)
 
 # Prints a table and writes it to bench-results/faults.md. About an hour on two cores. pytest tests/faults -k some_cells
 # adds to the table that is there.
