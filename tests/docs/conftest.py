@@ -77,7 +77,7 @@ def stage(
     return Stage(documented_files, run, pytestconfig._parser._opt2dest)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served_address(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``crosskv serve smollm2`` as a process, until Ctrl-C; nothing of it may be left behind."""
     port, mark = free_port("127.0.0.1"), uuid.uuid4().hex

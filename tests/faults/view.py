@@ -1,6 +1,7 @@
 """A running cluster as a fault finds it: replicas, what each is doing at this moment, and the processes they run in."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
@@ -16,6 +17,7 @@ from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
 
 STATUS_SECONDS = 1.0
+LISTING_SECONDS = 30.0
 
 
 class Replica:
@@ -56,12 +58,23 @@ class Replica:
 @contextmanager
 def replicas() -> Iterator[list[Replica]]:
     """All that the directory lists, with a connection to each."""
-    found = [Replica(record) for record in ray.get(directory_actor(APPLICATION).live.remote()).records]
+    found = [Replica(record) for record in _listed()]
     try:
         yield sorted(found, key=lambda replica: replica.record.incarnation)
     finally:
         for replica in found:
             replica.close()
+
+
+def _listed() -> Sequence[ReplicaRecord]:
+    """What the directory lists once all have reported: on a busy machine some may be late."""
+    deadline = time.monotonic() + LISTING_SECONDS
+    while True:
+        listing = ray.get(directory_actor(APPLICATION).live.remote())
+        if listing.complete and {record.role for record in listing.records} == {Role.PREFILL, Role.DECODE}:
+            return listing.records
+        assert time.monotonic() < deadline, f"listed are only {listing}"
+        time.sleep(0.1)
 
 
 def listening_process(port: int) -> psutil.Process:
