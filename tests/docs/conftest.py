@@ -37,8 +37,15 @@ TINY = {
 def documented_files(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """What a reader has by the time that a document names it."""
     directory = tmp_path_factory.mktemp("documented")
-    # As many layers as the real one, for rules that name them.
-    write_tiny("llama", directory / "smollm2", num_hidden_layers=30)
+    # As many layers, heads and positions as the real one has, for what commands say of them.
+    heads = {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 72,
+        "head_dim": 8,
+        "intermediate_size": 96,
+    }
+    write_tiny("llama", directory / "smollm2", num_hidden_layers=30, max_position_embeddings=8192, **heads)
     (directory / "my-model").symlink_to(tiny_model)
     for name, release in (("qwen3-8b", "Qwen3-8B"), ("Qwen3-Next-80B", "Qwen3-Next-80B"), ("gemma-3n", "Gemma 3n E2B")):
         (directory / name).mkdir()
