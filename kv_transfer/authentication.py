@@ -8,6 +8,7 @@ import grpc
 
 from kv_transfer.channel_options import client_options
 from kv_transfer.cluster_token import ClusterToken
+from kv_transfer.strangers import Strangers
 
 
 def open_channel(address: str, token: ClusterToken | None, max_receive: int) -> grpc.Channel:
@@ -16,14 +17,14 @@ def open_channel(address: str, token: ClusterToken | None, max_receive: int) -> 
     return channel if token is None else grpc.intercept_channel(channel, _AddToken(token))
 
 
-def token_checks(token: ClusterToken | None) -> list[grpc.ServerInterceptor]:
+def token_checks(token: ClusterToken | None, strangers: Strangers) -> list[grpc.ServerInterceptor]:
     """Return a server's interceptors: with a token, nothing else of a call is looked at unless it fits."""
-    return [] if token is None else [_CheckToken(token)]
+    return [] if token is None else [_CheckToken(token, strangers)]
 
 
-def aio_token_checks(token: ClusterToken | None) -> list[grpc.aio.ServerInterceptor]:
+def aio_token_checks(token: ClusterToken | None, strangers: Strangers) -> list[grpc.aio.ServerInterceptor]:
     """The same for a server on an event loop."""
-    return [] if token is None else [_AioCheckToken(token)]
+    return [] if token is None else [_AioCheckToken(token, strangers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,36 +66,42 @@ class _AddToken(
 
 
 class _CheckToken(grpc.ServerInterceptor):
-    def __init__(self, token: ClusterToken) -> None:
+    def __init__(self, token: ClusterToken, strangers: Strangers) -> None:
         self._token = token
+        self._strangers = strangers
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         problem = self._token.problem(handler_call_details.invocation_metadata)
-        return continuation(handler_call_details) if problem is None else _refusing(problem)
+        return continuation(handler_call_details) if problem is None else _refusing(problem, self._strangers)
 
 
 class _AioCheckToken(grpc.aio.ServerInterceptor):
-    def __init__(self, token: ClusterToken) -> None:
+    def __init__(self, token: ClusterToken, strangers: Strangers) -> None:
         self._token = token
+        self._strangers = strangers
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
         problem = self._token.problem(handler_call_details.invocation_metadata)
-        return await continuation(handler_call_details) if problem is None else _refusing_on_loop(problem)
+        if problem is None:
+            return await continuation(handler_call_details)
+        return _refusing_on_loop(problem, self._strangers)
 
 
-def _refusing(problem: str) -> Any:
+def _refusing(problem: str, strangers: Strangers) -> Any:
     """A handler that takes no message: of a stranger's call nothing is read."""
 
     def refuse(_: Any, context: grpc.ServicerContext) -> NoReturn:
+        strangers.refused(context.peer(), problem)
         context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _refusing_on_loop(problem: str) -> Any:
+def _refusing_on_loop(problem: str, strangers: Strangers) -> Any:
     async def refuse(_: Any, context: Any) -> None:
+        strangers.refused(context.peer(), problem)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -31,6 +31,7 @@ from kv_transfer.plan import check_request, lower_bound
 from kv_transfer.rank_pair import RankPair, check_ranks, pair_layout
 from kv_transfer.receivers import Receivers
 from kv_transfer.socket_bytes import SocketBytes
+from kv_transfer.strangers import Strangers
 from kv_transfer.wire import kv_transfer_pb2 as wire
 
 # Streams are granted per decode replica; this many ranks can use their grant at once before calls are refused. Threads
@@ -135,8 +136,8 @@ def parse_call(
 class PrefillServer:
     """A gRPC server with raw bytes in both directions, of rank ``rank`` of ``ranks``.
 
-    ``sender`` says how payloads travel: else in its streams. ``token`` is what callers must have. Prompts
-    have up to ``max_prompt_tokens``.
+    ``sender`` says how payloads travel: else in its streams. ``token`` is what callers must have,
+    ``strangers`` counts those who have not. Prompts have up to ``max_prompt_tokens``.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class PrefillServer:
         rank: int = 0,
         ranks: int = 1,
         token: ClusterToken | None = None,
+        strangers: Strangers | None = None,
         max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     ) -> None:
         self._layout = layout
@@ -168,7 +170,7 @@ class PrefillServer:
             ThreadPoolExecutor(threads, thread_name_prefix="kv-out"),
             options=server_options(),
             maximum_concurrent_rpcs=threads,
-            interceptors=token_checks(token),
+            interceptors=token_checks(token, Strangers() if strangers is None else strangers),
         )
         self.port = self._server.add_insecure_port(f"{host}:{port}")
         self.socket_bytes = SocketBytes(self.port)

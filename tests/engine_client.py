@@ -126,6 +126,7 @@ class EngineClient:
         self._stub = engine_pb2_grpc.EngineStub(self._channel)  # type: ignore[no-untyped-call]
         self._numbers = itertools.count()
         self._pending: dict[str, PendingAnswer] = {}
+        self._failure: Exception | None = None
         self._outgoing: queue.SimpleQueue[wire.ClientMessage | None] = queue.SimpleQueue()
         self._session = self._stub.Session(iter(self._outgoing.get, None), metadata=self._metadata)
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -145,6 +146,9 @@ class EngineClient:
         request_id = f"request-{next(self._numbers)}"
         settings = {"top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, "max_tokens": 16} | sampling
         pending = self._pending[request_id] = PendingAnswer(self, request_id, n)
+        # Either the session's end finds it among the pending, or its failure is found here.
+        if self._failure is not None:
+            pending.fail(self._failure)
         message = wire.Submit(
             request_id=request_id,
             token_ids=token_ids,
@@ -204,5 +208,6 @@ class EngineClient:
                     self._pending[output.request_id].take(output)
         except grpc.RpcError as error:
             failure = ConnectionError(f"the session has ended: {error}")
-        for pending in self._pending.values():
+        self._failure = failure
+        for pending in list(self._pending.values()):
             pending.fail(failure)

@@ -19,6 +19,7 @@ from kv_transfer.group_sender import GroupSender
 from kv_transfer.pair_group import GroupSettings
 from kv_transfer.prefill_server import PrefillServer
 from kv_transfer.staging import StagingBudget
+from kv_transfer.strangers import Strangers
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
 from worker.decode_engine import DecodeEngine
@@ -73,6 +74,7 @@ class Replica:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         incarnation = new_incarnation(config.role) if followers is None else followers.incarnation
+        self._strangers = Strangers() if followers is None else followers.strangers
         self._followers = followers
         self._step_timeout = config.step_timeout
         runner = ModelRunner(config, _rank_group(config, followers), fill=fill)
@@ -95,7 +97,7 @@ class Replica:
             followers.wait(runner.num_blocks, inbox.put)
         self._loop: EngineLoop[Any] = EngineLoop(engine, inbox)
         host = config.advertised_host
-        self._sessions = SessionServer(inbox.put, host=host, token=config.token)
+        self._sessions = SessionServer(inbox.put, host=host, token=config.token, strangers=self._strangers)
         self._loop.start()
         self._sessions.start()
         kv_addresses: tuple[str, ...] = ()
@@ -126,6 +128,7 @@ class Replica:
             sender=None if group is None else GroupSender(group),
             ranks=ranks,
             token=config.token,
+            strangers=self._strangers,
             max_prompt_tokens=runner.max_model_len - 1,
         )
         outgoing = OutgoingTransfers(

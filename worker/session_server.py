@@ -17,6 +17,7 @@ import grpc
 from kv_transfer.authentication import aio_token_checks
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.heartbeat import BEAT_SECONDS, LOOK_SECONDS, SILENCE_SECONDS, Silence
+from kv_transfer.strangers import Strangers
 from worker.events import Aborted, CacheCleared, ClientArrived, ClientGone, StatusWanted, Submitted
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
@@ -99,8 +100,9 @@ class SessionClient:
 
 
 class _Servicer(engine_pb2_grpc.EngineServicer):
-    def __init__(self, deliver: Callable[[SessionEvent], None]) -> None:
+    def __init__(self, deliver: Callable[[SessionEvent], None], strangers: Strangers) -> None:
         self._deliver = deliver
+        self._strangers = strangers
         self._numbers = itertools.count()
         self._clients: set[SessionClient] = set()
         self._failure: str | None = None
@@ -180,11 +182,13 @@ class _Servicer(engine_pb2_grpc.EngineServicer):
             loop.call_soon_threadsafe(settle, status)
 
         self._deliver(StatusWanted(reply))
-        return await future
+        status = await future
+        status.counters.strangers = self._strangers.calls
+        return status
 
 
 class SessionServer:
-    """The service and its thread. ``token`` is what callers must have."""
+    """The service and its thread. ``token`` is what callers must have, ``strangers`` counts those who have not."""
 
     def __init__(
         self,
@@ -193,13 +197,15 @@ class SessionServer:
         host: str,
         port: int = 0,
         token: ClusterToken | None = None,
+        strangers: Strangers | None = None,
     ) -> None:
+        strangers = Strangers() if strangers is None else strangers
         self._address = f"{host}:{port}"
-        self._checks = aio_token_checks(token)
+        self._checks = aio_token_checks(token, strangers)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sessions", daemon=True)
         self._server: grpc.aio.Server | None = None
-        self._servicer = _Servicer(deliver)
+        self._servicer = _Servicer(deliver, strangers)
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
 

@@ -100,6 +100,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Line(current(d.REPLICAS, "role"), "{{role}}"),
                     Line(f"max by (role) ({d.REPLICAS_LOST.series})", "{{role}} lost"),
                     Line(rate(d.REPORTS_MISSING, WINDOW), "missing reports per second"),
+                    Line(rate(d.CALLS_REFUSED, WINDOW), "calls without the token per second"),
                 ),
             ),
             Panel(

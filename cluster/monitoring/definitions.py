@@ -327,6 +327,12 @@ RETRANSMITTED = ReplicaMetric(
     read=lambda s: s.counters.retransmitted_bytes,
     roles=_DECODE,
 )
+CALLS_REFUSED = ReplicaMetric(
+    "crosskv_calls_without_token",
+    Kind.COUNTER,
+    "gRPC calls from whoever does not have the cluster's token, to a replica's first rank.",
+    read=lambda s: s.counters.strangers,
+)
 STALE_PIECES = ReplicaMetric(
     "crosskv_kv_transfer_stale_pieces",
     Kind.COUNTER,
@@ -383,6 +389,7 @@ REPLICA_METRICS = (
     RECEIVED,
     RETRANSMITTED,
     STALE_PIECES,
+    CALLS_REFUSED,
     SENT,
     WIRE,
 )

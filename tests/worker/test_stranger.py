@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import grpc
@@ -12,6 +13,7 @@ from kv_transfer import channel_options
 from kv_transfer.cluster_token import ClusterToken, metadata_of
 from kv_transfer.transport import Transport
 from tests.conftest import EngineProcesses
+from tests.engine_client import EngineClient
 from tests.engine_process import TOKEN, EngineProcess, RankProcesses
 from tests.kv_transfer.connection import eventually
 from tests.replicas import connected, disaggregated
@@ -68,6 +70,10 @@ def prefill_of_two_ranks(
         yield {"leader": ports[0], "follower": ports[1], "decode": ports[2]}
         answer = pair.decode.generate(range(3, 40), max_tokens=4)
         assert answer.prompt_info.transfer.payload_bytes > 0
+        # Every method was called as one and as many, by two callers: at the decode replica's one port, and the leader's
+        # three.
+        calls = 2 * 2 * len(METHODS)
+        assert [client.status().counters.strangers for client in (pair.decode, pair.prefill)] == [calls, 3 * calls]
 
 
 @pytest.mark.parametrize("transport", Transport)
@@ -76,13 +82,14 @@ def test_every_port_of_a_replica_refuses_strangers(
 ) -> None:
     """Gloo's own sockets do not speak gRPC; nothing that they are sent hurts."""
     with prefill_of_two_ranks(rank_pool, config, transport) as ports:
+        asked = [(process, port, token) for process, own in ports.items() for port in own for token in (None, OTHERS)]
+        # What does not speak gRPC takes its time to say nothing.
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(refusals, *zip(*((port, token) for _, port, token in asked), strict=True)))
         spoken = dict.fromkeys(ports, 0)
-        for process, own in ports.items():
-            for port in own:
-                for token in (None, OTHERS):
-                    codes = refusals(port, token)
-                    assert codes == {grpc.StatusCode.UNAUTHENTICATED} or codes <= SILENCE, (process, port)
-                    spoken[process] += codes == {grpc.StatusCode.UNAUTHENTICATED}
+        for (process, port, _), codes in zip(asked, answers, strict=True):
+            assert codes == {grpc.StatusCode.UNAUTHENTICATED} or codes <= SILENCE, (process, port)
+            spoken[process] += codes == {grpc.StatusCode.UNAUTHENTICATED}
         # The leader's sessions, KV and commands; the follower's KV; the decode replica's sessions.
         assert spoken == {"leader": 6, "follower": 2, "decode": 2}
 
@@ -97,6 +104,9 @@ def test_a_front_end_with_another_token_gets_nothing(engine_processes: EnginePro
             assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with connected(record) as client, pytest.raises(ConnectionError, match="--cluster-token-file"):
             client.generate([1, 2, 3])
+        member = EngineClient(record.session_address, OTHERS)
+        assert member.status().counters.strangers == 2
+        member.close()
     finally:
         engine_processes.first.stop_replica()
 

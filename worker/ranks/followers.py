@@ -24,6 +24,7 @@ from kv_transfer.frame import EndFrame
 from kv_transfer.group_store import answer
 from kv_transfer.heartbeat import SILENCE_SECONDS, Silence
 from kv_transfer.prefill_server import TransferName
+from kv_transfer.strangers import Strangers
 from kv_transfer.wire import kv_transfer_pb2 as kv_wire
 from worker.incoming_transfers import RankReceived
 from worker.prefill_peers import PeerRefused
@@ -64,6 +65,7 @@ class Followers:
 
     def __init__(self, incarnation: str, ranks: int, host: str, token: ClusterToken | None = None) -> None:
         self.incarnation = incarnation
+        self.strangers = Strangers()
         self._ranks = ranks
         self._changed = threading.Condition()
         self._joined: dict[int, _Follower] = {}
@@ -77,7 +79,7 @@ class Followers:
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS_PER_RANK * ranks, thread_name_prefix="ranks"),
             options=server_options(),
-            interceptors=token_checks(token),
+            interceptors=token_checks(token, self.strangers),
         )
         self.address = f"{host}:{self._server.add_insecure_port(f'{host}:0')}"
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {

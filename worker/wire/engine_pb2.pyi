@@ -303,7 +303,7 @@ class PrefillTransfers(_message.Message):
     def __init__(self, prefill_replica: _Optional[str] = ..., transfers: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills", "requests_refused", "failures", "transfer_failures", "completed_bytes")
+    __slots__ = ("requests_finished", "requests_aborted", "requests_failed", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", "preemptions", "transfers", "transfers_failed", "payload_bytes", "lower_bound_bytes", "unshared_bytes", "retransmitted_bytes", "wire_bytes", "transfer_seconds", "busy_seconds", "steps", "stale_pieces", "local_prefills", "requests_refused", "failures", "transfer_failures", "completed_bytes", "strangers")
     class FailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +342,7 @@ class Counters(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FAILURES_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STRANGERS_FIELD_NUMBER: _ClassVar[int]
     requests_finished: int
     requests_aborted: int
     requests_failed: int
@@ -366,4 +367,5 @@ class Counters(_message.Message):
     failures: _containers.ScalarMap[str, int]
     transfer_failures: _containers.ScalarMap[str, int]
     completed_bytes: int
-    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfers: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., stale_pieces: _Optional[int] = ..., local_prefills: _Optional[int] = ..., requests_refused: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., transfer_failures: _Optional[_Mapping[str, int]] = ..., completed_bytes: _Optional[int] = ...) -> None: ...
+    strangers: int
+    def __init__(self, requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfers: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lower_bound_bytes: _Optional[int] = ..., unshared_bytes: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., steps: _Optional[int] = ..., stale_pieces: _Optional[int] = ..., local_prefills: _Optional[int] = ..., requests_refused: _Optional[int] = ..., failures: _Optional[_Mapping[str, int]] = ..., transfer_failures: _Optional[_Mapping[str, int]] = ..., completed_bytes: _Optional[int] = ..., strangers: _Optional[int] = ...) -> None: ...
