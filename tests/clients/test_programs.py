@@ -44,7 +44,7 @@ def test_langchain(clients: Clients, http: httpx.Client) -> None:
         chunks = list(model.stream(question, stream_usage=True))
         several = [answer.content for answer in model.batch([question] * 3)]
         city = ChatOpenAI(model="smollm2", temperature=0).with_structured_output(City).invoke(question)
-        text = OpenAI(model="smollm2", temperature=0, max_tokens=8).invoke(question)
+        text = OpenAI(model="smollm2", temperature=0, max_tokens=8).invoke("The capital of France is")
         print(json.dumps({
             "whole": whole.content,
             "usage": whole.usage_metadata,
@@ -63,7 +63,8 @@ def test_langchain(clients: Clients, http: httpx.Client) -> None:
     assert {name: result["usage"][name] for name in TOKENS} == tokens
     assert {name: result["stream_usage"][name] for name in TOKENS} == tokens
     assert set(result["city"]) == {"name", "country"}
-    assert result["text"]
+    body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
+    assert result["text"] == http.post("/v1/completions", json=body).json()["choices"][0]["text"] != ""
 
 
 TOKENS = {"input_tokens": "prompt_tokens", "output_tokens": "completion_tokens", "total_tokens": "total_tokens"}
