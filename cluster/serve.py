@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,14 +19,17 @@ from cluster.signals import interruptible
 
 
 def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
-    """Check everything that can be checked, start the cluster, and stop it again on SIGINT or SIGTERM."""
+    """Check everything that can be checked, start the cluster, and stop it again on SIGINT or SIGTERM.
+
+    To be told so while it starts is no failure either.
+    """
     if config.ray_address is None:
         require_free_port(config.host, config.port)
     fetch_model(config.model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
         require_servable(config, inspect_model(config))
-        with interruptible(steps) as step, running_cluster(config, step) as cluster:
+        with interruptible(steps) as step, suppress(KeyboardInterrupt), running_cluster(config, step) as cluster:
             steps.done()
             summary = cluster.summary
             limit = min(config.max_model_len or summary.longest_context, summary.longest_request)
