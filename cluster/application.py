@@ -140,7 +140,7 @@ def running_cluster(
     # Serve reports each of its own steps on the driver; ours say the same.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
-    _connect(config, max(each.ranks * _threads(each) for each in (config, *later)))
+    _connect(config, max(each.ranks * _threads(each) for each in (config, *later)), progress)
     try:
         lifeline = None if config.ray_address is None else Lifeline(APPLICATION)
         progress("starting Serve")
@@ -221,10 +221,10 @@ def _bounded(action: Callable[[], None], seconds: float) -> bool:
     return not thread.is_alive()
 
 
-def _connect(config: ClusterConfig, threads: int) -> None:
+def _connect(config: ClusterConfig, threads: int, progress: Callable[[str], None]) -> None:
     """Reach a Ray cluster. A local one is ours alone, listens on loopback, and is stopped with us.
 
-    ``threads`` are those of all ranks that it must have room for.
+    ``threads`` are those of all ranks that it must have room for. Raises ``CrosskvError`` if Ray does not start.
     """
     # Without it Ray may turn on token authentication and leave a token in the home directory.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -232,6 +232,8 @@ def _connect(config: ClusterConfig, threads: int) -> None:
         ray.init(address=config.ray_address, namespace=APPLICATION, log_to_driver=False)
         return
     for attempt in range(1, RAY_START_ATTEMPTS + 1):
+        if attempt > 1:
+            progress(f"starting Ray, try {attempt} of {RAY_START_ATTEMPTS}")
         try:
             with _loopback_is_meant():
                 ray.init(
@@ -247,10 +249,13 @@ def _connect(config: ClusterConfig, threads: int) -> None:
                     _system_config={"worker_niceness": 0},
                 )
             return
-        except Exception:
+        except Exception as error:
             ray.shutdown()
             if attempt == RAY_START_ATTEMPTS:
-                raise
+                raise CrosskvError(
+                    f"Ray did not start in {attempt} tries: {error} A busy machine may be too slow for Ray's own time "
+                    "limits: try again when it has less to do, or join a Ray cluster that runs, with --ray-address"
+                ) from error
 
 
 @contextmanager

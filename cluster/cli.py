@@ -64,6 +64,13 @@ def serve(
     model_argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
 ) -> None:
     """Start a cluster and serve until interrupted."""
+    from cluster.model_store import require_model_name  # noqa: PLC0415
+    from cluster.ports import require_free_port  # noqa: PLC0415
+
+    # Before the imports of the rest, which take seconds.
+    require_model_name(config.model)
+    if config.ray_address is None:
+        require_free_port(config.host, config.port)
     from cluster.serve import serve_until_stopped  # noqa: PLC0415
 
     serve_until_stopped(config, Console(stderr=True))
@@ -126,7 +133,10 @@ def status(
 
 @app.command()
 def trace(
-    request_id: Annotated[str, typer.Argument(help="The answer's id, which is also its header X-Request-Id.")],
+    request_id: Annotated[
+        str | None,
+        typer.Argument(help="The answer's id, which is also its header X-Request-Id. Default: the last that arrived."),
+    ] = None,
     base_url: BaseUrl = _LOCAL_SERVER,
     api_key: ApiKey = None,
     ca: Ca = None,
@@ -137,7 +147,7 @@ def trace(
     from cluster.trace import trace_json, trace_view  # noqa: PLC0415
 
     with ApiClient(base_url, api_key, ca=ca) as client:
-        record = client.request(request_id)
+        record = client.last_request() if request_id is None else client.request(request_id)
     if as_json:
         print(trace_json(record))
     else:

@@ -174,6 +174,17 @@ class ApiClient:
         except ValidationError as error:
             raise ApiError(f"{self._base_url}{path}: not a crosskv server: {error}") from None
 
+    def last_request(self) -> RequestRecord:
+        """Return the same of the request that arrived last at the front end that is reached."""
+        text = self._get("/requests?limit=1")
+        try:
+            records = TypeAdapter(list[RequestRecord]).validate_json(text)
+        except ValidationError as error:
+            raise ApiError(f"{self._base_url}/requests: not a crosskv server: {error}") from None
+        if not records:
+            raise ApiError(f"{self._base_url}: no request has arrived since it started")
+        return records[0]
+
     def chat(
         self,
         model: str,
@@ -233,6 +244,8 @@ class ApiClient:
     def _text(self, response: httpx.Response) -> str:
         if response.status_code != httpx.codes.OK:
             message = error_message(response.text)
+            if response.status_code == httpx.codes.UNAUTHORIZED:
+                message += "; this command sends --api-key, or CROSSKV_API_KEY"
             raise ApiError(f"{self._base_url}{response.request.url.path}: HTTP {response.status_code}: {message}")
         return response.text
 

@@ -77,12 +77,17 @@ def resolve_model(model: str, cache: Path | None = None) -> ModelFiles:
         if path.suffix == ".gguf":
             return _gguf_files(path.stem, path, cache)
         raise CheckpointError(f"{path} is not a model: name a .gguf file, or a directory with config.json")
-    if _HUB_ID.fullmatch(model):
-        return _directory_files(model, _download_from_hub(model))
-    raise ModelNotFound(
-        f"there is no model {model!r}: it is not {SMOLLM2!r}, there is no such directory or .gguf file (looked in "
-        f"{Path.cwd()}), and it is not a hub id of the form org/name"
-    )
+    require_model_name(model)
+    return _directory_files(model, _download_from_hub(model))
+
+
+def require_model_name(model: str) -> None:
+    """Raise ``ModelNotFound`` for what cannot be a model, at once: nothing is read or fetched."""
+    if model != SMOLLM2 and _existing(model) is None and not _HUB_ID.fullmatch(model):
+        raise ModelNotFound(
+            f"there is no model {model!r}: it is not {SMOLLM2!r}, there is no such directory or .gguf file (looked in "
+            f"{Path.cwd()}), and it is not a hub id of the form org/name"
+        )
 
 
 def fetch_smollm2(progress: Progress | None = None, cache: Path | None = None) -> Path:

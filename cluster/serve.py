@@ -13,7 +13,7 @@ from cluster.application import running_cluster
 from cluster.config import ClusterConfig
 from cluster.fetch import fetch_model
 from cluster.inspect_model import inspect_model, require_servable
-from cluster.ports import is_loopback, require_free_port
+from cluster.ports import is_loopback
 from cluster.progress import Steps
 from cluster.signals import interruptible
 
@@ -23,8 +23,6 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
 
     To be told so while it starts is no failure either.
     """
-    if config.ray_address is None:
-        require_free_port(config.host, config.port)
     fetch_model(config.model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
@@ -33,8 +31,9 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
             steps.done()
             summary = cluster.summary
             limit = min(config.max_model_len or summary.longest_context, summary.longest_request)
+            name = config.served_model_name or summary.model
             console.print(
-                f"\n[bold]{escape(summary.model)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
+                f"\n[bold]{escape(name)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
                 f" ({_replicas(config)}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
                 f" {summary.dtype}, up to {limit:,} tokens per request)\n"
                 f"  crosskv chat --base-url {cluster.base_url}\n"

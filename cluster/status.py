@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 
+from worker.config import Role
 from worker.wire.engine_pb2 import StatusReply
 
 
@@ -32,13 +33,14 @@ def status_tables(replies: Sequence[StatusReply], base_url: str) -> Group:
         )
         since.add_row(
             reply.replica_id,
-            f"{reply.owner_layers} of {reply.total_layers}",
+            f"{reply.owner_layers}/{reply.total_layers}",
             f"{counters.prompt_tokens:,}",
             f"{counters.generated_tokens:,}",
             f"{counters.prefix_hits / counters.prefix_queries:.0%}" if counters.prefix_queries else "–",
             decimal(counters.payload_bytes),
-            decimal(counters.lower_bound_bytes),
-            decimal(counters.wire_bytes),
+            # Receivers know what they lacked, senders what their sockets sent.
+            decimal(counters.lower_bound_bytes) if reply.role == Role.DECODE.value else "–",
+            decimal(counters.wire_bytes) if reply.role == Role.PREFILL.value else "–",
         )
     return Group(now, since)
 

@@ -65,9 +65,12 @@ def _bars(record: RequestRecord) -> Table:
     table.add_column("where", no_wrap=True)
     table.add_column("KV", justify="right", no_wrap=True)
     several = len({phase.prompt for phase in record.phases}) > 1
+    senders = {phase.source for phase in record.phases if phase.source}
     for phase in record.phases:
+        name = f"{phase.name} {phase.prompt}" if several else str(phase.name)
         table.add_row(
-            f"{phase.name} {phase.prompt}" if several else str(phase.name),
+            # What a prefill replica did is part of the transfer.
+            f"  {name}" if phase.replica in senders else name,
             _bar(phase, max(record.duration_ms, phase.end_ms)),
             _milliseconds(phase.begin_ms),
             _milliseconds(phase.end_ms - phase.begin_ms),

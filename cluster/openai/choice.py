@@ -73,8 +73,13 @@ class Choice:
             output.logprobs,
             offsets,
             finish_reason=_finish_reason(output) if ended else None,
-            stop_reason=output.stop_token_id if ended and output.HasField("stop_token_id") else None,
+            stop_reason=self._stop_reason(output) if ended else None,
         )
+
+    def _stop_reason(self, output: Output) -> int | None:
+        """The model's own end is no stop of the caller's."""
+        ours = not output.HasField("stop_token_id") or output.stop_token_id in self._eos_token_ids
+        return None if ours else output.stop_token_id
 
     def _examined(self, text: str) -> str:
         self._length += len(text)

@@ -278,8 +278,8 @@ def test_status_shows_replicas_for_people_and_programs(
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("p0", "d0"))]
     assert [row[0] for row in rows] == ["p0", "d0", "p0", "d0"]
     assert rows[1] == ["d0", "3", "0", "0", "61", "1", "2", "64"]
-    assert rows[2] == ["p0", "15", "of", "30", "0", "0", "–", "2.0", "MB", "2.0", "MB", "2.0", "MB"]
-    assert rows[3][6] == "25%"
+    assert rows[2] == ["p0", "15/30", "0", "0", "–", "2.0", "MB", "–", "2.0", "MB"]
+    assert rows[3][4:] == ["25%", "0", "bytes", "0", "bytes", "–"]
     code, out, _ = crosskv("status", "--base-url", fake_server.base_url, "--json")
     replies = json.loads(out)
     assert code == 0

@@ -76,6 +76,8 @@ def test_a_request_is_drawn_for_people_and_told_to_programs(crosskv: Run, monkey
         monkeypatch.setenv("COLUMNS", "80")
         code, out, err = crosskv("trace", name, "--base-url", url)
         told = json.loads(crosskv("trace", name, "--base-url", url, "--json")[1])
+        last = served(journal).request_id
+        assert json.loads(crosskv("trace", "--base-url", url, "--json")[1])["request_id"] == last
     assert (code, err) == (0, "")
     assert all(len(line) <= 80 for line in out.splitlines())
     assert name in out
@@ -84,6 +86,7 @@ def test_a_request_is_drawn_for_people_and_told_to_programs(crosskv: Run, monkey
     rows = [line.split() for line in out.splitlines() if " ms " in line]
     names = ["queue", "transfer", "queue", "prefill", "decode", "resumption", "queue", "prefill", "decode"]
     assert [row[0] for row in rows] == names
+    assert [line.startswith("  ") for line in out.splitlines() if " ms " in line] == [n in (2, 3) for n in range(9)]
     assert rows[1][-3:] == ["prefill-7", "2.0", "MB"]
     assert rows[-1][-1] == "decode-2"
     record = journal.find(name)
@@ -105,5 +108,7 @@ def test_an_unknown_request_is_one_clear_error(crosskv: Run) -> None:
     with front_ends(journal) as url:
         unknown = refused(crosskv("trace", "cmpl-x", "--base-url", url))
         elsewhere = refused(crosskv("trace", served(gone).request_id, "--base-url", url))
+        nothing = refused(crosskv("trace", "--base-url", url))
+    assert "no request has arrived" in nothing
     assert "the last 512 that ended" in unknown
     assert f"journal of {gone.front_end}, unless that is gone" in elsewhere

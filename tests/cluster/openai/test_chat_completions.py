@@ -212,7 +212,7 @@ async def test_a_logprob_that_json_cannot_hold(client, logprob: float) -> None:
 async def test_the_token_that_ends_the_text_is_counted_and_not_shown(client, tokenizer: Tokenizer) -> None:
     end = tokenizer.encode("!")
     scripts = {
-        "eos": lambda s: emit(s, [*tokenizer.encode("Hi"), 2], finish=FINISH_REASON_STOP),
+        "eos": lambda s: emit(s, [*tokenizer.encode("Hi"), 2], finish=FINISH_REASON_STOP, stop_token_id=2),
         "stop id": lambda s: emit(s, [*tokenizer.encode("Hi"), *end], finish=FINISH_REASON_STOP, stop_token_id=end[0]),
     }
     body = {"messages": MESSAGES, "skip_special_tokens": False}
