@@ -26,6 +26,7 @@ from kernels.attention.latent import Selection
 from kernels.attention.paged import PagedAttention
 from kernels.attention.paged_latent import PagedLatentAttention
 from kernels.attention.segments import Segment
+from kernels.grouped_experts import GroupedExperts
 from kernels.launch import INTERPRETED, Argument, Launch, recorded_launches
 from kernels.pages import PageShape, Slots
 from kernels.tuning import A100, H100, Gpu
@@ -190,6 +191,16 @@ def _latents(dtype: torch.dtype, heads: int, *, is_sparse: bool) -> Callable[[Gp
     return call
 
 
+def _experts(dtype: torch.dtype, rows: int) -> Callable[[Gpu], None]:
+    def call(gpu: Gpu) -> None:
+        hidden = torch.empty(rows, 2048, dtype=dtype)
+        gate_up, down = hidden.new_empty(1, 1).expand(128, 1536, 2048), hidden.new_empty(1, 1).expand(128, 2048, 768)
+        chosen = torch.arange(8).expand(rows, 8)
+        GroupedExperts(gpu)(hidden, gate_up, down, chosen, torch.empty(rows, 8), lambda inner: inner[:, :768])
+
+    return call
+
+
 def _pointwise(dtype: torch.dtype, width: int) -> Callable[[Gpu], None]:
     def call(gpu: Gpu) -> None:
         del gpu
@@ -218,6 +229,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"attention {short} 256, values 512", _attention(dtype, (3, 1, 16, 256), 4))
         yield Case(f"latents {short}, 128 heads", _latents(dtype, 128, is_sparse=False))
         yield Case(f"selected latents {short}, 16 heads", _latents(dtype, 16, is_sparse=True))
+        for rows in (8, 1024, 4096):
+            yield Case(f"experts {short}, {rows} rows", _experts(dtype, rows))
         for width in (4096, 7168):
             yield Case(f"pointwise {short} {width}", _pointwise(dtype, width))
     yield Case("attention fp16 128, group 8", _attention(torch.float16, (2, 2, 16, 128), 8))
@@ -231,7 +244,7 @@ def main(wanted: str) -> int:
         return 1
     begin = time.perf_counter()
     used: list[Usage] = []
-    print(f"{'call':32} {'kernel':16} {'sm':>3} {'warps':>5} {'registers':>9} {'shared':>7} {'spilled':>7}")
+    print(f"{'call':32} {'kernel':20} {'sm':>3} {'warps':>5} {'registers':>9} {'shared':>7} {'spilled':>7}")
     for case in cases():
         if not re.search(wanted, case.name):
             continue
@@ -242,7 +255,7 @@ def main(wanted: str) -> int:
                 usage = compile_launch(case.name, launch, gpu.architecture)
                 used.append(usage)
                 print(
-                    f"{usage.case:32} {usage.kernel:16} {usage.architecture:3} {usage.warps:5} {usage.registers:9} "
+                    f"{usage.case:32} {usage.kernel:20} {usage.architecture:3} {usage.warps:5} {usage.registers:9} "
                     f"{usage.shared:7} {usage.spilled:7}{'' if usage.fits else '  does not fit'}",
                     flush=True,
                 )

@@ -7,7 +7,7 @@ asked for, never before, and nothing is compiled before a CPU is.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from kernels import pages
 from kernels import pointwise as plain_pointwise
 from kernels.attention.gather import GatherAttention
 from kernels.attention.segments import AttentionBackend
+from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import TYPES, NoCompiledKernels, library
 from kernels.pages import IntArray
@@ -49,6 +50,22 @@ class TokenCopies(Protocol):
         self, caches: Sequence[torch.Tensor], blocks: IntArray, begin: int, end: int, values: Sequence[torch.Tensor]
     ) -> None:
         """Copy tokens ``[begin, end)`` into the pages of every given layer."""
+        ...
+
+
+class RoutedExperts(Protocol):
+    """Rows through the experts chosen for them; see ``kernels.experts``."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """``[rows, hidden]`` in and out."""
         ...
 
 
@@ -146,3 +163,13 @@ def pointwise(device: torch.device, dtype: torch.dtype) -> Pointwise:
     from kernels import fused_pointwise  # noqa: PLC0415 - see the module
 
     return fused_pointwise
+
+
+def routed_experts(device: torch.device) -> RoutedExperts:
+    """A mixture's experts on ``device``."""
+    if not has_triton_kernels(device):
+        return plain_routed_experts
+    from kernels.grouped_experts import GroupedExperts  # noqa: PLC0415 - see the module
+    from kernels.tuning import Gpu  # noqa: PLC0415
+
+    return GroupedExperts(Gpu.of(device))

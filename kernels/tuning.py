@@ -137,6 +137,54 @@ def split_sizes(gpu: Gpu, programs: int, most_tiles: int) -> tuple[int, int]:
     return -(-most_tiles // per_split), per_split
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """Rows of one expert, outputs and inputs of its matrix that a program multiplies in one step; warps and stages."""
+
+    rows: int
+    outer: int
+    inner: int
+    warps: int
+    stages: int
+
+
+ExpertTable = Mapping[tuple[int, int, int], ExpertTile]
+"""By architecture, bytes of an element, and the rows that an expert has on average, at most."""
+
+# Unmeasured defaults.
+EXPERT_TILES: Final[ExpertTable] = MappingProxyType(
+    {
+        (80, 2, 16): ExpertTile(16, 64, 128, 4, 3),
+        (80, 2, 64): ExpertTile(64, 64, 64, 4, 3),
+        (80, 2, 1 << 31): ExpertTile(128, 128, 32, 8, 3),
+        (80, 4, 16): ExpertTile(16, 32, 32, 4, 3),
+        (80, 4, 1 << 31): ExpertTile(32, 64, 32, 8, 2),
+        (90, 2, 16): ExpertTile(16, 64, 128, 4, 4),
+        (90, 2, 64): ExpertTile(64, 128, 64, 4, 4),
+        (90, 2, 1 << 31): ExpertTile(128, 128, 64, 8, 4),
+        (90, 4, 16): ExpertTile(16, 32, 32, 4, 3),
+        (90, 4, 1 << 31): ExpertTile(32, 64, 32, 8, 2),
+    }
+)
+"""Few rows wait for the matrices, many for the multipliers."""
+
+
+def expert_tile(table: ExpertTable, architecture: int, element_size: int, rows: int) -> ExpertTile:
+    """The entry for ``rows`` of each expert or the next more, of this architecture or the newest that is older.
+
+    Raises ``ValueError`` if there is none.
+    """
+    fitting = [
+        (-known, most) for known, size, most in table if known <= architecture and size == element_size and most >= rows
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no expert tile for compute capability {architecture}, elements of {element_size} bytes, {rows} rows"
+        )
+    known, most = min(fitting)
+    return table[-known, element_size, most]
+
+
 ELEMENTS_PER_PROGRAM: Final = 2048
 """Of pointwise kernels. An unmeasured default."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Every kernel once; the whole table takes minutes.
-PATTERN = "(write|transfer) bf16 8x128|attention bf16 128, group 4|^latents bf16|pointwise bf16 4096"
+PATTERN = "(write|transfer) bf16 8x128|attention bf16 128, group 4|^latents bf16|pointwise bf16 4096|experts bf16, 8 "
 INTERPRETED = Path(__file__).with_name("interpreted")
 
 
@@ -35,7 +35,8 @@ def test_the_table_chooses_by_device() -> None:
         "from kernels import table\n"
         "def names(device, dtype=torch.float32):\n"
         "    return [type(table.attention_backend(device, dtype)).__name__,\n"
-        "            table.token_copies(device).__name__, table.pointwise(device, dtype).__name__]\n"
+        "            table.token_copies(device).__name__, table.pointwise(device, dtype).__name__,\n"
+        "            type(table.routed_experts(device)).__name__]\n"
         "print(*names(torch.device('meta')), *names(torch.device('cpu'), torch.float64))\n"
         "torch.version.cuda = '13.0'\n"
         "properties = type('Properties', (), {'major': 9, 'minor': 0, 'multi_processor_count': 132})\n"
@@ -46,11 +47,11 @@ def test_the_table_chooses_by_device() -> None:
     )
     done = run("-c", script, interpret=False)
     assert done.returncode == 0, done.stderr
-    plain = ["GatherAttention", "kernels.pages", "kernels.pointwise"]
+    plain = ["GatherAttention", "kernels.pages", "kernels.pointwise", "function"]
     here, old, new = (line.split() for line in done.stdout.splitlines())
     assert here == plain * 2
     assert old == plain
-    assert new == ["PagedAttention", "kernels.page_copies", "kernels.fused_pointwise"]
+    assert new == ["PagedAttention", "kernels.page_copies", "kernels.fused_pointwise", "GroupedExperts"]
 
 
 def test_kernels_equal_their_references_in_the_interpreter() -> None:

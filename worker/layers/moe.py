@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kernels.experts import routed_experts
+from kernels.table import routed_experts
 from worker.layers.gated_mlp import GatedMLP
 from worker.layers.linear import Linear
 from worker.layers.router import Router
@@ -34,6 +34,7 @@ class Experts:
         field: str = "moe_intermediate_size",
     ) -> None:
         self._activate = activate or weight_format.pointwise.silu_and_multiply
+        self._route = routed_experts(weight_format.device)
         self._width = split(weight_format.ranks, intermediate_size, field)
         self.gate_up = weight_format.empty(count, 2 * len(self._width), hidden_size)
         self.down = weight_format.empty(count, hidden_size, len(self._width))
@@ -55,7 +56,7 @@ class Experts:
 
     def __call__(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``[rows, hidden]`` to this rank's summand of the output; expert ids and weights are ``[rows, k]``."""
-        return routed_experts(hidden, self.gate_up, self.down, experts, weights, self._activate)
+        return self._route(hidden, self.gate_up, self.down, experts, weights, self._activate)
 
 
 class SharedExpert:
