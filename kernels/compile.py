@@ -26,6 +26,8 @@ from kernels.attention.latent import Selection
 from kernels.attention.paged import PagedAttention
 from kernels.attention.paged_latent import PagedLatentAttention
 from kernels.attention.segments import Segment
+from kernels.delta_rule import DeltaRows
+from kernels.fused_delta_rule import FusedDeltaRule
 from kernels.grouped_experts import GroupedExperts
 from kernels.launch import INTERPRETED, Argument, Launch, recorded_launches
 from kernels.pages import PageShape, Slots
@@ -201,6 +203,13 @@ def _experts(dtype: torch.dtype, rows: int) -> Callable[[Gpu], None]:
     return call
 
 
+def _delta_rule(gpu: Gpu) -> None:
+    key, value, scalars = torch.empty(100, 16, 128), torch.empty(100, 32, 128), torch.empty(100, 32)
+    rows, state = DeltaRows(key, key, value, scalars, scalars), torch.empty(100, 32, 128, 128)
+    FusedDeltaRule(gpu).delta_rule_row(rows, state)
+    FusedDeltaRule(gpu).delta_rule_chunk(rows, state[0])
+
+
 def _pointwise(dtype: torch.dtype, width: int) -> Callable[[Gpu], None]:
     def call(gpu: Gpu) -> None:
         del gpu
@@ -234,6 +243,7 @@ def cases() -> Iterator[Case]:
         for width in (4096, 7168):
             yield Case(f"pointwise {short} {width}", _pointwise(dtype, width))
     yield Case("attention fp16 128, group 8", _attention(torch.float16, (2, 2, 16, 128), 8))
+    yield Case("delta rule 128x128", _delta_rule)
     yield Case("write bf16 latent 576", _writes(torch.bfloat16, (1, 1, 64, 576)))
 
 

@@ -14,10 +14,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from kernels import delta_rule as plain_delta_rule
 from kernels import pages
 from kernels import pointwise as plain_pointwise
 from kernels.attention.gather import GatherAttention
 from kernels.attention.segments import AttentionBackend
+from kernels.delta_rule import DeltaRows
 from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import TYPES, NoCompiledKernels, library
@@ -66,6 +68,18 @@ class RoutedExperts(Protocol):
         activate: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """``[rows, hidden]`` in and out."""
+        ...
+
+
+class DeltaRule(Protocol):
+    """The gated delta rule; see ``kernels.delta_rule``."""
+
+    def delta_rule_row(self, rows: DeltaRows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One row of each of many sequences: outputs and new states."""
+        ...
+
+    def delta_rule_chunk(self, rows: DeltaRows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Consecutive rows of one sequence: outputs and the new state."""
         ...
 
 
@@ -173,3 +187,13 @@ def routed_experts(device: torch.device) -> RoutedExperts:
     from kernels.tuning import Gpu  # noqa: PLC0415
 
     return GroupedExperts(Gpu.of(device))
+
+
+def delta_rule(device: torch.device) -> DeltaRule:
+    """The gated delta rule on float32 states on ``device``."""
+    if not has_triton_kernels(device):
+        return plain_delta_rule
+    from kernels.fused_delta_rule import FusedDeltaRule  # noqa: PLC0415 - see the module
+    from kernels.tuning import Gpu  # noqa: PLC0415
+
+    return FusedDeltaRule(Gpu.of(device))

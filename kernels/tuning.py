@@ -185,6 +185,43 @@ def expert_tile(table: ExpertTable, architecture: int, element_size: int, rows: 
     return table[-known, element_size, most]
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaTile:
+    """How the delta rule's states are cut.
+
+    ``row_values`` columns and ``row_warps`` for single rows. For consecutive ones, blocks of ``rows``, 16, 32 or 64;
+    ``keys`` rows and ``values`` columns of a state, and ``warps``.
+    """
+
+    row_values: int
+    row_warps: int
+    rows: int
+    keys: int
+    values: int
+    warps: int
+
+
+DeltaTable = Mapping[int, DeltaTile]
+"""By architecture."""
+
+# Unmeasured defaults.
+DELTA_TILES: Final[DeltaTable] = MappingProxyType(
+    {
+        80: DeltaTile(32, 4, 32, 16, 32, 4),
+        90: DeltaTile(32, 4, 32, 16, 32, 4),
+    }
+)
+"""For keys and values of 128 numbers, which all released models have."""
+
+
+def delta_tile(table: DeltaTable, architecture: int) -> DeltaTile:
+    """The entry of this architecture or the newest that is older. Raises ``ValueError`` if there is none."""
+    known = [known for known in table if known <= architecture]
+    if not known:
+        raise ValueError(f"no tile of the delta rule for compute capability {architecture}")
+    return table[max(known)]
+
+
 ELEMENTS_PER_PROGRAM: Final = 2048
 """Of pointwise kernels. An unmeasured default."""
 

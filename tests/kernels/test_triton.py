@@ -7,7 +7,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Every kernel once; the whole table takes minutes.
-PATTERN = "(write|transfer) bf16 8x128|attention bf16 128, group 4|^latents bf16|pointwise bf16 4096|experts bf16, 8 "
+PATTERN = "|".join(
+    (
+        "(write|transfer) bf16 8x128",
+        "attention bf16 128, group 4",
+        "^latents bf16",
+        "pointwise bf16 4096",
+        "experts bf16, 8 ",
+        "delta rule",
+    )
+)
 INTERPRETED = Path(__file__).with_name("interpreted")
 
 
@@ -33,10 +42,12 @@ def test_the_table_chooses_by_device() -> None:
     script = (
         "import torch\n"
         "from kernels import table\n"
+        "def name(chosen):\n"
+        "    return type(chosen).__name__ if type(chosen).__module__ != 'builtins' else chosen.__name__\n"
         "def names(device, dtype=torch.float32):\n"
-        "    return [type(table.attention_backend(device, dtype)).__name__,\n"
-        "            table.token_copies(device).__name__, table.pointwise(device, dtype).__name__,\n"
-        "            type(table.routed_experts(device)).__name__]\n"
+        "    return map(name, (table.attention_backend(device, dtype), table.token_copies(device),\n"
+        "                      table.pointwise(device, dtype), table.routed_experts(device),\n"
+        "                      table.delta_rule(device)))\n"
         "print(*names(torch.device('meta')), *names(torch.device('cpu'), torch.float64))\n"
         "torch.version.cuda = '13.0'\n"
         "properties = type('Properties', (), {'major': 9, 'minor': 0, 'multi_processor_count': 132})\n"
@@ -47,11 +58,17 @@ def test_the_table_chooses_by_device() -> None:
     )
     done = run("-c", script, interpret=False)
     assert done.returncode == 0, done.stderr
-    plain = ["GatherAttention", "kernels.pages", "kernels.pointwise", "function"]
+    plain = ["GatherAttention", "kernels.pages", "kernels.pointwise", "routed_experts", "kernels.delta_rule"]
     here, old, new = (line.split() for line in done.stdout.splitlines())
     assert here == plain * 2
     assert old == plain
-    assert new == ["PagedAttention", "kernels.page_copies", "kernels.fused_pointwise", "GroupedExperts"]
+    assert new == [
+        "PagedAttention",
+        "kernels.page_copies",
+        "kernels.fused_pointwise",
+        "GroupedExperts",
+        "FusedDeltaRule",
+    ]
 
 
 def test_kernels_equal_their_references_in_the_interpreter() -> None:

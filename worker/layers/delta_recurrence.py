@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from kernels.delta_rule import DeltaRows, delta_rule_chunk, delta_rule_row, unit_vectors
+from kernels.delta_rule import DeltaRows, unit_vectors
+from kernels.table import delta_rule
 from worker.kv_cache.specs import LayerName, StateRegion
 from worker.layers.cached_layer import StepPlan
 from worker.layers.causal_conv import CausalConv
@@ -66,6 +67,7 @@ class DeltaRecurrence:
             ],
         )
         self._shape = shape
+        self._rule = delta_rule(weight_format.device)
         parts = {
             "in_proj_qkvz": key_heads.times(per_key_head + shape.group * shape.value_dim),
             "in_proj_ba": key_heads.times(2 * shape.group),
@@ -113,20 +115,20 @@ class DeltaRecurrence:
             log_decay=-self.decay_rate_log.float().exp() * F.softplus(step.float() + self.step_bias),
             beta=beta.sigmoid().float(),
         )
-        read = _apply_rule(rows, matrices, plan)
+        read = self._apply_rule(rows, matrices, plan)
         self.state.store(plan, [matrices, inputs])
         return read.to(hidden.dtype), gate
 
-
-def _apply_rule(rows: DeltaRows, matrices: torch.Tensor, plan: StatePlan) -> torch.Tensor:
-    """What every row reads; every sequence's matrices are updated in place."""
-    read = torch.empty_like(rows.value)
-    if plan.singles is not None:
-        at, of = plan.singles.rows, plan.singles.sequences
-        read[at], matrices[of] = delta_rule_row(rows.at(at), matrices[of])
-    for chunk in plan.chunks:
-        read[chunk.rows], matrices[chunk.sequence] = delta_rule_chunk(rows.at(chunk.rows), matrices[chunk.sequence])
-    return read
+    def _apply_rule(self, rows: DeltaRows, matrices: torch.Tensor, plan: StatePlan) -> torch.Tensor:
+        """What every row reads; every sequence's matrices are updated in place."""
+        read = torch.empty_like(rows.value)
+        if plan.singles is not None:
+            at, of = plan.singles.rows, plan.singles.sequences
+            read[at], matrices[of] = self._rule.delta_rule_row(rows.at(at), matrices[of])
+        for chunk in plan.chunks:
+            state = matrices[chunk.sequence]
+            read[chunk.rows], matrices[chunk.sequence] = self._rule.delta_rule_chunk(rows.at(chunk.rows), state)
+        return read
 
 
 def _channels(shape: DeltaNetShape, key_heads: Span) -> list[Span]:
