@@ -193,6 +193,17 @@ def _latents(dtype: torch.dtype, heads: int, *, is_sparse: bool) -> Callable[[Gp
     return call
 
 
+def _index(dtype: torch.dtype) -> Callable[[Gpu], None]:
+    def call(gpu: Gpu) -> None:
+        cache = torch.empty(300, 1, 1, 64, 128, dtype=dtype)
+        segments = [Segment(0, 1, 8192, np.zeros(128, np.int64)), Segment(1, 48, 8192, np.zeros(128, np.int64))]
+        attention = PagedLatentAttention(gpu)
+        plan = attention.plan(segments, PageShape.of(cache), CPU)
+        attention.select_tokens(cache.new_empty(49, 64, 128), torch.empty(49, 64), cache, plan, 2048)
+
+    return call
+
+
 def _experts(dtype: torch.dtype, rows: int) -> Callable[[Gpu], None]:
     def call(gpu: Gpu) -> None:
         hidden = torch.empty(rows, 2048, dtype=dtype)
@@ -238,6 +249,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"attention {short} 256, values 512", _attention(dtype, (3, 1, 16, 256), 4))
         yield Case(f"latents {short}, 128 heads", _latents(dtype, 128, is_sparse=False))
         yield Case(f"selected latents {short}, 16 heads", _latents(dtype, 16, is_sparse=True))
+        yield Case(f"index {short}, 64 heads", _index(dtype))
         for rows in (8, 1024, 4096):
             yield Case(f"experts {short}, {rows} rows", _experts(dtype, rows))
         for width in (4096, 7168):

@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from kernels import delta_rule as plain_delta_rule
 from kernels import pages
 from kernels import pointwise as plain_pointwise
+from kernels.attention import latent as plain_latent
 from kernels.attention.gather import GatherAttention
-from kernels.attention.segments import AttentionBackend
+from kernels.attention.latent import Expansion, LatentPlan, Selection
+from kernels.attention.segments import AttentionBackend, AttentionPlan, Segment
 from kernels.delta_rule import DeltaRows
 from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import TYPES, NoCompiledKernels, library
-from kernels.pages import IntArray
+from kernels.pages import IntArray, PageShape
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,43 @@ class Matrix(Protocol):
 
     def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``, of the weight's dtype."""
+        ...
+
+
+class LatentBackend(Protocol):
+    """Multi-head latent attention over pages, and its sparse indexer; see ``kernels.attention.latent``."""
+
+    def plan_latents(
+        self, segments: Sequence[Segment], latents: PageShape, index_keys: PageShape | None, device: torch.device
+    ) -> LatentPlan:
+        """Prepare one step; both pages have the same block size."""
+        ...
+
+    def write_vectors(self, cache: torch.Tensor, vectors: torch.Tensor, plan: AttentionPlan) -> None:
+        """Store every row's latent or index key, ``[rows, head_dim]``."""
+        ...
+
+    def longest_context(self, plan: AttentionPlan) -> int:
+        """Tokens that the row which sees most may see, or somewhat more."""
+        ...
+
+    def select_tokens(
+        self, query: torch.Tensor, weights: torch.Tensor, index_keys: torch.Tensor, plan: AttentionPlan, topk: int
+    ) -> Selection | None:
+        """The tokens that each row attends to; None: all that it sees."""
+        ...
+
+    def attend_heads(
+        self,
+        query: torch.Tensor,
+        expansion: Expansion,
+        cache: torch.Tensor,
+        plan: AttentionPlan,
+        *,
+        scale: float,
+        selection: Selection | None = None,
+    ) -> torch.Tensor:
+        """From heads' own queries to heads' own values."""
         ...
 
 
@@ -155,6 +194,16 @@ def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBack
     from kernels.tuning import Gpu  # noqa: PLC0415
 
     return PagedAttention(Gpu.of(device))
+
+
+def latent_backend(device: torch.device) -> LatentBackend:
+    """Multi-head latent attention on ``device``."""
+    if not has_triton_kernels(device):
+        return plain_latent
+    from kernels.attention.paged_latent import PagedLatentAttention  # noqa: PLC0415 - see the module
+    from kernels.tuning import Gpu  # noqa: PLC0415
+
+    return PagedLatentAttention(Gpu.of(device))
 
 
 def token_copies(device: torch.device) -> TokenCopies:

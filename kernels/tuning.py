@@ -222,6 +222,39 @@ def delta_tile(table: DeltaTable, architecture: int) -> DeltaTile:
     return table[max(known)]
 
 
+@dataclass(frozen=True, slots=True)
+class IndexTile:
+    """Rows and tokens that a program of an indexer scores, all heads of a row at once; its warps and stages."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+IndexTable = Mapping[tuple[int, int], IndexTile]
+"""By architecture and bytes of an element."""
+
+# Unmeasured defaults.
+INDEX_TILES: Final[IndexTable] = MappingProxyType(
+    {
+        (80, 2): IndexTile(8, 64, 4, 2),
+        (80, 4): IndexTile(8, 16, 8, 1),
+        (90, 2): IndexTile(8, 64, 4, 2),
+        (90, 4): IndexTile(8, 16, 8, 1),
+    }
+)
+"""For 64 heads of 128 numbers, which released models have."""
+
+
+def index_tile(table: IndexTable, architecture: int, element_size: int) -> IndexTile:
+    """The entry of this architecture or the newest that is older. Raises ``ValueError`` if there is none."""
+    known = [known for known, size in table if known <= architecture and size == element_size]
+    if not known:
+        raise ValueError(f"no index tile for compute capability {architecture}, elements of {element_size} bytes")
+    return table[max(known), element_size]
+
+
 ELEMENTS_PER_PROGRAM: Final = 2048
 """Of pointwise kernels. An unmeasured default."""
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.gather import MAX_GATHERED_ELEMENTS, Chunk, DecodeBatch, GatherAttention, GatherPlan
-from kernels.attention.segments import Segment
+from kernels.attention.segments import AttentionPlan, Segment
 from kernels.pages import PageShape, write_slots
 
 
@@ -25,8 +25,8 @@ from kernels.pages import PageShape, write_slots
 class LatentPlan:
     """One step over pages of latents, and over pages of index keys if the layer has an indexer."""
 
-    latents: GatherPlan
-    index_keys: GatherPlan | None
+    latents: AttentionPlan
+    index_keys: AttentionPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +82,20 @@ def plan_latents(
     )
 
 
-def write_vectors(cache: torch.Tensor, vectors: torch.Tensor, plan: GatherPlan) -> None:
+def write_vectors(cache: torch.Tensor, vectors: torch.Tensor, plan: AttentionPlan) -> None:
     """Store every row's latent or index key, ``[rows, head_dim]``."""
+    assert isinstance(plan, GatherPlan)
     write_slots(cache, plan.slots, vectors[:, None, None])
 
 
-def longest_context(plan: GatherPlan) -> int:
+def longest_context(plan: AttentionPlan) -> int:
     """Tokens that the row which sees most may see, rounded up to blocks."""
+    assert isinstance(plan, GatherPlan)
     return max([batch.tokens for batch in plan.decodes] + [chunk.span for chunk in plan.chunks])
 
 
 def select_tokens(
-    query: torch.Tensor, weights: torch.Tensor, index_keys: torch.Tensor, plan: GatherPlan, topk: int
+    query: torch.Tensor, weights: torch.Tensor, index_keys: torch.Tensor, plan: AttentionPlan, topk: int
 ) -> Selection | None:
     """The ``topk`` tokens with the highest ``sum over heads of weight * relu(query · key)`` among those a row sees.
 
@@ -102,6 +104,7 @@ def select_tokens(
     """
     if longest_context(plan) <= topk:
         return None
+    assert isinstance(plan, GatherPlan)
     precision = torch.promote_types(query.dtype, torch.float32)
     query, weights = query.to(precision), weights.to(precision)
     chosen = query.new_full((len(query), topk), -1, dtype=torch.int64)
@@ -130,7 +133,7 @@ def attend_heads(
     query: torch.Tensor,
     expansion: Expansion,
     cache: torch.Tensor,
-    plan: GatherPlan,
+    plan: AttentionPlan,
     *,
     scale: float,
     selection: Selection | None = None,
@@ -140,6 +143,7 @@ def attend_heads(
     ``query`` is ``[rows, heads, key_dim + rotary_dim]``; returns ``[rows, heads, value_dim]``. Every batch of rows is
     answered in the form that costs it less.
     """
+    assert isinstance(plan, GatherPlan)
     out = query.new_empty(*query.shape[:2], expansion.value_dim)
     for batch in plan.decodes:
         absorbed = expansion.absorb(_rows(query, batch))
@@ -281,14 +285,19 @@ def _best(scores: torch.Tensor, topk: int) -> torch.Tensor:
     # A row of a model that overflowed must not end the step of all others.
     scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     count = min(topk, scores.shape[1])
-    lowest = scores.topk(count, sorted=False).values.amin(dim=1, keepdim=True)
-    above, equal = scores > lowest, scores == lowest
-    chosen = above | (equal & (equal.cumsum(dim=1) <= count - above.sum(dim=1, keepdim=True)))
+    chosen = are_best(scores, count)
     # Meta tensors hold no numbers, so nothing is chosen; the shape is the same.
     found = chosen.new_empty(len(scores) * count, 2, dtype=torch.int64) if chosen.is_meta else chosen.nonzero()
     positions = found[:, 1].view(len(scores), count)
     positions = positions.masked_fill(scores.gather(1, positions) == -torch.inf, -1)
     return F.pad(positions, (0, topk - count), value=-1)
+
+
+def are_best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Bool like ``scores`` ``[rows, tokens]``: the ``count`` highest of every row, the earliest of equal ones."""
+    lowest = scores.topk(count, sorted=False).values.amin(dim=1, keepdim=True)
+    above, equal = scores > lowest, scores == lowest
+    return above | (equal & (equal.cumsum(dim=1) <= count - above.sum(dim=1, keepdim=True)))
 
 
 def _rows(values: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:

@@ -69,6 +69,11 @@ class PagedPlan:
     decodes: Batch | None
     chunks: Batch | None
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the row which sees most may see."""
+        return max((batch.longest_context for batch in (self.decodes, self.chunks) if batch is not None), default=0)
+
     def most_tiles(self, batch: Batch, tile: int) -> int:
         """A bound on how many tiles of tokens a single row visits."""
         everything = -(-batch.longest_context // tile)

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 import triton.language as tl
 
-from kernels.attention.latent import Expansion, Selection
+from kernels.attention.latent import Expansion, LatentPlan, Selection
 from kernels.attention.paged import LEAST_PRODUCT, LOG2_E, Batch, PagedAttention, PagedPlan, check_dtypes, join_splits
-from kernels.attention.segments import Segment
+from kernels.attention.paged_index import PagedIndexer
+from kernels.attention.segments import AttentionPlan, Segment
 from kernels.launch import INTERPRETED, Kernel, next_power_of_two
 from kernels.page_copies import write_slots
 from kernels.pages import PageShape
@@ -30,21 +31,44 @@ class PagedLatentAttention:
         self._gpu = gpu
         self._tiles = tiles
         self._pages = PagedAttention(gpu)
+        self._indexer = PagedIndexer(gpu)
 
     def plan(self, segments: Sequence[Segment], shape: PageShape, device: torch.device) -> PagedPlan:
         """Index tensors for one step, of latents or of index keys."""
         return self._pages.plan(segments, shape, None, device)
 
-    def write(self, cache: torch.Tensor, vectors: torch.Tensor, plan: PagedPlan) -> None:
+    def plan_latents(
+        self, segments: Sequence[Segment], latents: PageShape, index_keys: PageShape | None, device: torch.device
+    ) -> LatentPlan:
+        """Both plans of a layer with an indexer, or one."""
+        return LatentPlan(
+            self.plan(segments, latents, device),
+            None if index_keys is None else self.plan(segments, index_keys, device),
+        )
+
+    def write_vectors(self, cache: torch.Tensor, vectors: torch.Tensor, plan: AttentionPlan) -> None:
         """Store every row's latent or index key, ``[rows, head_dim]``."""
+        assert isinstance(plan, PagedPlan)
         write_slots(cache, plan.slots, vectors[:, None, None])
+
+    def longest_context(self, plan: AttentionPlan) -> int:
+        """Tokens that the row which sees most may see."""
+        assert isinstance(plan, PagedPlan)
+        return plan.longest_context
+
+    def select_tokens(
+        self, query: torch.Tensor, weights: torch.Tensor, index_keys: torch.Tensor, plan: AttentionPlan, topk: int
+    ) -> Selection | None:
+        """See ``PagedIndexer``."""
+        assert isinstance(plan, PagedPlan)
+        return self._indexer.select_tokens(query, weights, index_keys, plan, topk)
 
     def attend_heads(
         self,
         query: torch.Tensor,
         expansion: Expansion,
         cache: torch.Tensor,
-        plan: PagedPlan,
+        plan: AttentionPlan,
         *,
         scale: float,
         selection: Selection | None = None,
@@ -54,6 +78,7 @@ class PagedLatentAttention:
         ``query`` is ``[rows, heads, key_dim + rotary_dim]``; returns ``[rows, heads, value_dim]``. The absorbed form
         for all rows, decode and prompt alike.
         """
+        assert isinstance(plan, PagedPlan)
         latent_dim = expansion.keys.shape[2]
         attended = self.attend(
             expansion.absorb(query), cache, plan, latent_dim=latent_dim, scale=scale, selection=selection

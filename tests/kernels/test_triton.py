@@ -14,6 +14,7 @@ PATTERN = "|".join(
         "^latents bf16",
         "pointwise bf16 4096",
         "experts bf16, 8 ",
+        "index bf16",
         "delta rule",
     )
 )
@@ -47,7 +48,7 @@ def test_the_table_chooses_by_device() -> None:
         "def names(device, dtype=torch.float32):\n"
         "    return map(name, (table.attention_backend(device, dtype), table.token_copies(device),\n"
         "                      table.pointwise(device, dtype), table.routed_experts(device),\n"
-        "                      table.delta_rule(device)))\n"
+        "                      table.delta_rule(device), table.latent_backend(device)))\n"
         "print(*names(torch.device('meta')), *names(torch.device('cpu'), torch.float64))\n"
         "torch.version.cuda = '13.0'\n"
         "properties = type('Properties', (), {'major': 9, 'minor': 0, 'multi_processor_count': 132})\n"
@@ -59,6 +60,7 @@ def test_the_table_chooses_by_device() -> None:
     done = run("-c", script, interpret=False)
     assert done.returncode == 0, done.stderr
     plain = ["GatherAttention", "kernels.pages", "kernels.pointwise", "routed_experts", "kernels.delta_rule"]
+    plain.append("kernels.attention.latent")
     here, old, new = (line.split() for line in done.stdout.splitlines())
     assert here == plain * 2
     assert old == plain
@@ -68,6 +70,7 @@ def test_the_table_chooses_by_device() -> None:
         "kernels.fused_pointwise",
         "GroupedExperts",
         "FusedDeltaRule",
+        "PagedLatentAttention",
     ]
 
 

@@ -9,18 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention.latent import (
-    Expansion,
-    LatentPlan,
-    Selection,
-    attend_heads,
-    longest_context,
-    plan_latents,
-    select_tokens,
-    write_vectors,
-)
+from kernels.attention.latent import Expansion, LatentPlan, Selection
 from kernels.attention.segments import Segment
 from kernels.pages import PageShape
+from kernels.table import LatentBackend
 from worker.kv_cache.specs import IndexKeySpec, LayerName, MLASpec, SparseMLASpec
 from worker.kv_cache.tensors import LayerCache
 from worker.layers.cache_format import CacheFormat
@@ -57,6 +49,7 @@ class LatentAttention:
         rope_dim: int,
         scale: float,
         cache_format: CacheFormat,
+        backend: LatentBackend,
         index: IndexShape | None = None,
         kv_sharing_target_layer_name: LayerName | None = None,
     ) -> None:
@@ -67,6 +60,7 @@ class LatentAttention:
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self._scale = scale
         self._cache_format = cache_format
+        self._backend = backend
         self.latents = torch.empty(0)
         self.index_keys: torch.Tensor | None = None
         self._stored: Stored = nobody_asks
@@ -99,13 +93,13 @@ class LatentAttention:
     def plan(self, segments: Sequence[Segment], device: torch.device) -> LatentPlan:
         """Index tensors over both kinds of pages."""
         index_pages = None if self.index_keys is None else PageShape.of(self.index_keys)
-        return plan_latents(segments, PageShape.of(self.latents), index_pages, device)
+        return self._backend.plan_latents(segments, PageShape.of(self.latents), index_pages, device)
 
     def write(self, latents: torch.Tensor, plan: StepPlan) -> None:
         """Store ``[rows, latent_dim + rope_dim]``; only an owner may."""
         assert isinstance(plan, LatentPlan)
         assert self.owns_latents, f"{self.name} writes into the cache of {self.kv_sharing_target_layer_name}"
-        write_vectors(self.latents, latents, plan.latents)
+        self._backend.write_vectors(self.latents, latents, plan.latents)
         if self.index is None:
             self._stored(self.name)
 
@@ -114,7 +108,7 @@ class LatentAttention:
         assert isinstance(plan, LatentPlan)
         assert plan.index_keys is not None
         assert self.index_keys is not None
-        write_vectors(self.index_keys, keys, plan.index_keys)
+        self._backend.write_vectors(self.index_keys, keys, plan.index_keys)
         self._stored(self.name)
 
     def chooses(self, plan: StepPlan) -> bool:
@@ -122,7 +116,7 @@ class LatentAttention:
         assert isinstance(plan, LatentPlan)
         assert plan.index_keys is not None
         assert self.index is not None
-        return longest_context(plan.index_keys) > self.index.topk
+        return self._backend.longest_context(plan.index_keys) > self.index.topk
 
     def select(self, query: torch.Tensor, weights: torch.Tensor, plan: StepPlan) -> Selection | None:
         """Which tokens each row attends to, in this and later layers of the step; None: all that it sees.
@@ -133,11 +127,13 @@ class LatentAttention:
         assert plan.index_keys is not None
         assert self.index is not None
         assert self.index_keys is not None
-        return select_tokens(query, weights, self.index_keys, plan.index_keys, self.index.topk)
+        return self._backend.select_tokens(query, weights, self.index_keys, plan.index_keys, self.index.topk)
 
     def attend(
         self, query: torch.Tensor, expansion: Expansion, plan: StepPlan, selection: Selection | None = None
     ) -> torch.Tensor:
         """``[rows, heads, key_dim + rope_dim]`` to ``[rows, heads, value_dim]``, absorbed or not as costs less."""
         assert isinstance(plan, LatentPlan)
-        return attend_heads(query, expansion, self.latents, plan.latents, scale=self._scale, selection=selection)
+        return self._backend.attend_heads(
+            query, expansion, self.latents, plan.latents, scale=self._scale, selection=selection
+        )

@@ -286,6 +286,7 @@ class Deepseek:
                 rope_dim=shape.rope_dim,
                 scale=shape.scale,
                 cache_format=context.cache,
+                backend=context.latent_backend,
                 index=shape.index,
                 kv_sharing_target_layer_name=targets.get(name),
             )

@@ -346,6 +346,7 @@ def _attention_layers(
             rope_dim=config.qk_rope_head_dim if kind.rope else 0,
             scale=scale,
             cache_format=context.cache,
+            backend=context.latent_backend,
             index=index if kind.indexer else None,
             kv_sharing_target_layer_name=targets.get(name),
         )

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from kernels.attention.segments import AttentionBackend
-from kernels.table import attention_backend
+from kernels.table import LatentBackend, attention_backend, latent_backend
 from worker.kv_cache.sharing import SharingRule
 from worker.kv_cache.specs import LayerName
 from worker.layers.cache_format import CacheFormat
@@ -36,6 +36,11 @@ class ModelContext:
     def backend(self) -> AttentionBackend:
         """What attends over the cache."""
         return attention_backend(self.weights.device, self.cache.dtype)
+
+    @property
+    def latent_backend(self) -> LatentBackend:
+        """What attends over latents in the cache."""
+        return latent_backend(self.weights.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def choose(step: Step, topk: int) -> Selection:
 def check(step: Step, latent_dim: int, selection: Selection | None = None, gpu: Gpu = A100) -> None:
     attention = PagedLatentAttention(gpu, SMALL)
     plan = attention.plan(step.segments, step.shape, CPU)
-    attention.write(step.cache, step.key_value[:, 0, 0], plan)
+    attention.write_vectors(step.cache, step.key_value[:, 0, 0], plan)
     out = attention.attend(step.query, step.cache, plan, latent_dim=latent_dim, scale=SCALE, selection=selection)
     # Latents that are their own keys and values.
     same = torch.eye(latent_dim, dtype=step.query.dtype).expand(step.query.shape[1], -1, -1)
@@ -78,7 +78,7 @@ def test_heads_have_keys_and_values_of_their_own() -> None:
     query = torch.randn(len(step.query), 3, 14, generator=generator)
     attention = PagedLatentAttention(A100, SMALL)
     plan = attention.plan(step.segments, step.shape, CPU)
-    attention.write(step.cache, step.key_value[:, 0, 0], plan)
+    attention.write_vectors(step.cache, step.key_value[:, 0, 0], plan)
     reference = plan_latents(step.segments, step.shape, None, CPU).latents
     torch.testing.assert_close(
         attention.attend_heads(query, expansion, step.cache, plan, scale=0.05),
