@@ -28,15 +28,18 @@ from kernels.attention.paged_latent import PagedLatentAttention
 from kernels.attention.segments import Segment
 from kernels.delta_rule import DeltaRows
 from kernels.fused_delta_rule import FusedDeltaRule
+from kernels.fused_sampling import draw_tokens
 from kernels.grouped_experts import GroupedExperts
 from kernels.launch import INTERPRETED, Argument, Launch, recorded_launches
 from kernels.pages import PageShape, Slots
+from kernels.sampling import RowFilters
 from kernels.tuning import A100, H100, Gpu
 
 SHARED_LIMIT: Final = {80: 163 << 10, 90: 227 << 10}
 """Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, table of limits)."""
 
 TYPE_NAMES: Final = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -221,6 +224,11 @@ def _delta_rule(gpu: Gpu) -> None:
     FusedDeltaRule(gpu).delta_rule_chunk(rows, state[0])
 
 
+def _draws(gpu: Gpu) -> None:
+    del gpu
+    draw_tokens(torch.empty(64, 151936), [RowFilters(40, 0.9, 0.1)] * 64, np.zeros(64))
+
+
 def _pointwise(dtype: torch.dtype, width: int) -> Callable[[Gpu], None]:
     def call(gpu: Gpu) -> None:
         del gpu
@@ -256,6 +264,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"pointwise {short} {width}", _pointwise(dtype, width))
     yield Case("attention fp16 128, group 8", _attention(torch.float16, (2, 2, 16, 128), 8))
     yield Case("delta rule 128x128", _delta_rule)
+    yield Case("draws of 151936", _draws)
     yield Case("write bf16 latent 576", _writes(torch.bfloat16, (1, 1, 64, 576)))
 
 

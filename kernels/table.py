@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,8 @@ from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import TYPES, NoCompiledKernels, library
 from kernels.pages import IntArray, PageShape
+from kernels.sampling import RowFilters
+from kernels.sampling import draw_tokens as plain_draw_tokens
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +123,16 @@ class DeltaRule(Protocol):
 
     def delta_rule_chunk(self, rows: DeltaRows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Consecutive rows of one sequence: outputs and the new state."""
+        ...
+
+
+class TokenDraws(Protocol):
+    """Random draws from filtered logits; see ``kernels.sampling``."""
+
+    def __call__(
+        self, logits: torch.Tensor, filters: Sequence[RowFilters], numbers: npt.NDArray[np.float64], /
+    ) -> torch.Tensor:
+        """One token per row."""
         ...
 
 
@@ -246,3 +260,12 @@ def delta_rule(device: torch.device) -> DeltaRule:
     from kernels.tuning import Gpu  # noqa: PLC0415
 
     return FusedDeltaRule(Gpu.of(device))
+
+
+def token_draws(device: torch.device) -> TokenDraws:
+    """Random draws from logits on ``device``."""
+    if not has_triton_kernels(device):
+        return plain_draw_tokens
+    from kernels.fused_sampling import draw_tokens  # noqa: PLC0415 - see the module
+
+    return draw_tokens

@@ -262,3 +262,10 @@ ELEMENTS_PER_PROGRAM: Final = 2048
 def warps_for(elements: int) -> int:
     """Warps of a pointwise program: 16 elements a thread, an unmeasured default."""
     return max(1, min(16, elements // (16 * 32)))
+
+
+VOCABULARY_TILE: Final = 2048
+"""Tokens of a row that a draw looks at in one step. An unmeasured default."""
+
+VOCABULARY_WARPS: Final = 8
+"""Of a program that draws. An unmeasured default."""

@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.sampling_params import SamplingParams
+from kernels.sampling import RowFilters
+from kernels.table import token_draws
 from worker.scheduler import Draw
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_LIKELIEST = 256
-"""Tokens on which filters are decided at first. Hardly any text needs more, and to sort a vocabulary takes 20 times as
-long as to find these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,62 +132,10 @@ def _constrain(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
 def _sample_random(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     params = [draw.sequence.sampling for draw in draws]
     temperature = torch.tensor([p.temperature for p in params], device=logits.device)
-    logits = logits / temperature[:, None]
-    filtered = [row for row, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
-    if filtered:
-        index = torch.tensor(filtered, device=logits.device)
-        logits[index] = _filter(logits.index_select(0, index), [params[row] for row in filtered])
-    cumulative = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     numbers = uniform(
         np.array([p.seed for p in params], dtype=np.uint64),
         np.array([draw.choice for draw in draws], dtype=np.uint64),
         np.array([len(draw.sequence.tokens) for draw in draws], dtype=np.uint64),
     )
-    # Scaled by the total, which rounding may leave a little off 1, so that the last token can never be overshot.
-    targets = torch.from_numpy(numbers).to(logits.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
-
-
-def _filter(logits: torch.Tensor, params: Sequence[SamplingParams], count: int = _LIKELIEST) -> torch.Tensor:
-    """Mask what top-k, top-p and min-p drop of rows ``[rows, vocab]``; of equally likely tokens the higher ids.
-
-    Decided on a row's ``count`` likeliest tokens, and on all of them where these do not tell.
-    """
-    vocab = logits.shape[-1]
-    if count < vocab:
-        tokens = logits.topk(count, dim=-1).indices.sort(dim=-1).values
-        values, places = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
-        tokens = tokens.gather(-1, places)
-    else:
-        values, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    kept = _kept(values, logits.logsumexp(dim=-1), params)
-    filtered = torch.full_like(logits, -torch.inf).scatter_(-1, tokens, values.masked_fill(~kept, -torch.inf))
-    if count < vocab:
-        # What is kept and as unlikely as the last may have company among what was not looked at.
-        reaches_last = (kept & (values == values[:, -1:])).any(dim=-1).tolist()
-        undecided = [row for row, p in enumerate(params) if reaches_last[row] or p.top_k > count]
-        if undecided:
-            filtered[undecided] = _filter(logits[undecided], [params[row] for row in undecided], vocab)
-    return filtered
-
-
-def _kept(values: torch.Tensor, totals: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Which of the likeliest values ``[rows, count]``, most likely first, are left.
-
-    ``totals`` are the logarithms of the summed exponentials of whole rows.
-    """
-    device = values.device
-    top_k = torch.tensor([p.top_k for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
-    kept = values > -torch.inf
-    kept &= (torch.arange(values.shape[1], device=device) < top_k[:, None]) | (top_k == 0)[:, None]
-    # What is left by top-k is all that top-p and min-p know.
-    left = values.masked_fill(~kept, -torch.inf)
-    totals = torch.where(top_k > 0, left.logsumexp(dim=-1), totals)
-    probabilities = (left - totals[:, None]).exp()
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept &= (before < top_p) | (top_p == 1.0)
-    kept &= probabilities >= min_p * probabilities[:, :1]
-    kept[:, 0] = True
-    return kept
+    filters = [RowFilters(p.top_k, p.top_p, p.min_p) for p in params]
+    return token_draws(logits.device)(logits / temperature[:, None], filters, numbers)

@@ -15,6 +15,7 @@ PATTERN = "|".join(
         "pointwise bf16 4096",
         "experts bf16, 8 ",
         "index bf16",
+        "draws",
         "delta rule",
     )
 )
@@ -44,11 +45,15 @@ def test_the_table_chooses_by_device() -> None:
         "import torch\n"
         "from kernels import table\n"
         "def name(chosen):\n"
-        "    return type(chosen).__name__ if type(chosen).__module__ != 'builtins' else chosen.__name__\n"
+        "    if type(chosen).__module__ != 'builtins':\n"
+        "        return type(chosen).__name__\n"
+        "    is_function = hasattr(chosen, '__code__')\n"
+        "    return f'{chosen.__module__}.{chosen.__name__}' if is_function else chosen.__name__\n"
         "def names(device, dtype=torch.float32):\n"
         "    return map(name, (table.attention_backend(device, dtype), table.token_copies(device),\n"
         "                      table.pointwise(device, dtype), table.routed_experts(device),\n"
-        "                      table.delta_rule(device), table.latent_backend(device)))\n"
+        "                      table.delta_rule(device), table.latent_backend(device),\n"
+        "                      table.token_draws(device)))\n"
         "print(*names(torch.device('meta')), *names(torch.device('cpu'), torch.float64))\n"
         "torch.version.cuda = '13.0'\n"
         "properties = type('Properties', (), {'major': 9, 'minor': 0, 'multi_processor_count': 132})\n"
@@ -59,8 +64,14 @@ def test_the_table_chooses_by_device() -> None:
     )
     done = run("-c", script, interpret=False)
     assert done.returncode == 0, done.stderr
-    plain = ["GatherAttention", "kernels.pages", "kernels.pointwise", "routed_experts", "kernels.delta_rule"]
-    plain.append("kernels.attention.latent")
+    plain = [
+        "GatherAttention",
+        "kernels.pages",
+        "kernels.pointwise",
+        "kernels.experts.routed_experts",
+        "kernels.delta_rule",
+    ]
+    plain += ["kernels.attention.latent", "kernels.sampling.draw_tokens"]
     here, old, new = (line.split() for line in done.stdout.splitlines())
     assert here == plain * 2
     assert old == plain
@@ -71,6 +82,7 @@ def test_the_table_chooses_by_device() -> None:
         "GroupedExperts",
         "FusedDeltaRule",
         "PagedLatentAttention",
+        "kernels.fused_sampling.draw_tokens",
     ]
 
 
