@@ -83,7 +83,7 @@ class PagedLatentAttention:
         attended = self.attend(
             expansion.absorb(query), cache, plan, latent_dim=latent_dim, scale=scale, selection=selection
         )
-        return expansion.expand_values(attended)
+        return expansion.expand_values(attended).contiguous()
 
     def attend(
         self,

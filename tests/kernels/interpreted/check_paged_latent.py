@@ -80,8 +80,10 @@ def test_heads_have_keys_and_values_of_their_own() -> None:
     plan = attention.plan(step.segments, step.shape, CPU)
     attention.write_vectors(step.cache, step.key_value[:, 0, 0], plan)
     reference = plan_latents(step.segments, step.shape, None, CPU).latents
+    out = attention.attend_heads(query, expansion, step.cache, plan, scale=0.05)
+    assert out.is_contiguous(), "layers view it as rows"
     torch.testing.assert_close(
-        attention.attend_heads(query, expansion, step.cache, plan, scale=0.05),
+        out,
         attend_heads(query, expansion, step.cache, reference, scale=0.05),
         rtol=1e-4,
         atol=1e-4,
