@@ -13,11 +13,8 @@ import triton
 import triton.language as tl
 
 from kernels.delta_rule import DeltaRows
-from kernels.launch import Kernel, inlined, next_power_of_two
+from kernels.launch import LEAST_PRODUCT, Kernel, inlined, next_power_of_two
 from kernels.tuning import DELTA_TILES, DeltaTable, Gpu, delta_tile
-
-LEAST_PRODUCT = 16
-"""Every dimension of a matrix product is at least this long."""
 
 STRIP: tl.constexpr = tl.constexpr(8)
 """Rows that are solved first, each strip for itself: longer ones lose precision, see ``inverse_of_unit_lower``."""

@@ -23,6 +23,9 @@ SUPPORTED_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By element size, what kernels copy elements as."""
 
+LEAST_PRODUCT: Final = 16
+"""Every dimension of a matrix product is at least this long."""
+
 Argument = torch.Tensor | int | float
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,16 +19,13 @@ import triton.language as tl
 
 from kernels.attention.gather import plan_slots
 from kernels.attention.segments import AttentionPlan, Segment
-from kernels.launch import INTERPRETED, SUPPORTED_DTYPES, Kernel, inlined, next_power_of_two
+from kernels.launch import INTERPRETED, LEAST_PRODUCT, SUPPORTED_DTYPES, Kernel, inlined, next_power_of_two
 from kernels.page_copies import write_slots
 from kernels.pages import PageShape, Slots
 from kernels.tuning import CHUNK_TILES, DECODE_TILES, AttentionTable, Gpu, attention_tile, split_sizes
 
 LOG2_E: Final = 1.4426950408889634
 """Softmax in powers of two, which the hardware has."""
-
-LEAST_PRODUCT: Final = 16
-"""Every dimension of a matrix product is at least this long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from kernels.attention.latent import Selection, are_best
-from kernels.attention.paged import LEAST_PRODUCT, Batch, PagedPlan, check_dtypes
-from kernels.launch import INTERPRETED, Kernel, next_power_of_two
+from kernels.attention.paged import Batch, PagedPlan, check_dtypes
+from kernels.launch import INTERPRETED, LEAST_PRODUCT, Kernel, next_power_of_two
 from kernels.tuning import INDEX_TILES, Gpu, IndexTable, index_tile
 
 MAX_SCORES: Final = 1 << 24
