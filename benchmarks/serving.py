@@ -1,19 +1,22 @@
-"""This server against others on the same machine, with the same load, in the same run.
+"""The same load for any OpenAI-compatible server, or for this one and others on the same machine by turns.
 
-    python -m benchmarks.peers --model DIR --vllm VENV [--rounds 3] [--dtype bfloat16] [--systems NAME,...]
+    python -m benchmarks.serving --url http://127.0.0.1:8000 [--rounds 3] [--injection RATE]
+    python -m benchmarks.serving --model DIR [--compare VENV] [--rounds 3] [--dtype bfloat16] [--systems NAME,...]
 
-``DIR`` is a checkpoint with safetensors that all can read; ``VENV`` a virtual environment with vLLM's build for CPUs,
-which this project does not install. The systems are started one after another, as often as there are rounds, so that
-only one is alive at a time and a slow hour is everybody's; figures are medians of the rounds. *colocated* has every
-core; *disaggregated* is a prefill and a decode replica with one core each; *one core* is a whole engine on the last
-core. The load generator runs beside them, as a client on the same machine does.
+With ``--url`` the load goes to a server that runs, under the first name that it lists as a model; a key is taken from
+``OPENAI_API_KEY``. With ``--model`` systems are started one after another, as often as there are rounds, so that only
+one is alive at a time and a slow hour is everybody's. ``DIR`` is a checkpoint with safetensors that all can read.
+``VENV`` is a virtual environment with vLLM's build for CPUs, which this project does not install; without it only this
+server is measured. *colocated* has every core; *disaggregated* is a prefill and a decode replica with one core each;
+*one core* is a whole engine on the last core. The load generator runs beside them, as a client on the same machine
+does.
 
 W1 is one client, 128 tokens in and 128 out. W2 eight clients, 256 in, 128 out, 32 requests. W4 one client, 2,000 in,
 one out, three times. W3b four clients, each with two requests of 64 in and 256 out; W3 the same while prompts of 1,500
 tokens with one output token arrive at even intervals, at 0.8 of what the first system of the first round, whose prefill
 has one core, completes one after another; every system gets the same rate, or that of ``--injection`` per second.
-Memory is the sum of the proportional set sizes of a system's processes after W2. Prints a table and writes
-``bench-results/peers.json``.
+Figures are medians of the rounds; memory is the sum of the proportional set sizes of a system's processes after W2.
+Prints a table and writes ``bench-results/serving.json``.
 """
 
 import argparse
@@ -21,14 +24,15 @@ import asyncio
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import httpx
@@ -43,14 +47,16 @@ from cluster.bench.load import (
     run_load,
     summarize,
 )
+from cluster.bench.report import Environment
 
-RESULTS = Path("bench-results/peers.json")
+RESULTS = Path("bench-results/serving.json")
 STREAMS = 8
 INJECTED_TOKENS = 1500
 INJECTED_PART = 0.8
 PORT = 18_400
 START_SECONDS = 420.0
 KV_BYTES = 2 << 30
+LOAD_PARAMETERS = {"ignore_eos": True}
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -69,15 +75,23 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """One round of one system. Times in milliseconds, memory in bytes."""
+class Started:
+    """A system that answers: its process, and the seconds until its first answer."""
 
-    start_s: float
+    process: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One round of one system. Times in milliseconds, memory in bytes; None of a server that was not started here."""
+
+    start_s: float | None
     w1_tokens_per_s: float
     w1_ttft: float
     w2_tokens_per_s: float
     w4_ttft: float
-    memory: int
+    memory: int | None
     w3b_itl_p99: float
     w3_itl_p99: float
     injected: int
@@ -109,8 +123,8 @@ def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
 
 
 @contextmanager
-def running(system: System, log: Path) -> Iterator[tuple[int, float]]:
-    """Start a system and wait for its first answer: its process, and the seconds until then. Ends all its processes."""
+def running(system: System, log: Path) -> Iterator[Started]:
+    """Start a system and wait for its first answer. Ends all its processes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with log.open("w") as output:
@@ -133,7 +147,7 @@ def running(system: System, log: Path) -> Iterator[tuple[int, float]]:
                     break
             except httpx.TransportError:
                 time.sleep(0.2)
-        yield process.pid, time.perf_counter() - began
+        yield Started(process.pid, time.perf_counter() - began)
     finally:
         processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         process.send_signal(signal.SIGINT)
@@ -184,19 +198,23 @@ def prefill_capacity(target: Target) -> float:
     return 1e3 / (summary.ttft_ms.p50 or 0.0)
 
 
-def measure(pid: int, start_s: float, *, round_number: int, injection: float) -> Figures:
+def memory_of(process: int) -> int:
+    """Of a process and its descendants; what several of them share counts once."""
+    tree = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
+    return sum(one.memory_full_info().pss for one in tree)
+
+
+def measure(target: Target, *, round_number: int, injection: float, started: Started | None = None) -> Figures:
     """One round."""
-    target = Target(f"http://127.0.0.1:{PORT}", "m", parameters={"ignore_eos": True})
     load(target, prompts(2, 64, 16, 0), 2)
     one = load(target, prompts(1, 128, 128, 10 + round_number), 1)
     eight = load(target, prompts(32, 256, 128, 20 + round_number), 8)
-    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    memory = sum(process.memory_full_info().pss for process in tree)
+    memory = None if started is None else memory_of(started.process)
     long = load(target, prompts(3, 2000, 1, 30 + round_number), 1)
     quiet = load(target, prompts(STREAMS, 64, 256, 40 + round_number), 4)
     disturbed, injected = asyncio.run(load_with_injection(target, injection, 1000 * (1 + round_number)))
     return Figures(
-        start_s=start_s,
+        start_s=None if started is None else started.seconds,
         w1_tokens_per_s=one.output_tokens / one.duration_s,
         w1_ttft=one.ttft_ms.p50 or 0.0,
         w2_tokens_per_s=eight.output_tokens_per_s,
@@ -209,56 +227,84 @@ def measure(pid: int, start_s: float, *, round_number: int, injection: float) ->
     )
 
 
-def median(values: Sequence[Figures], name: str) -> float:
-    """Of one figure over the rounds."""
-    return float(statistics.median(asdict(figures)[name] for figures in values))
+def measure_running(url: str, rounds: int, injection: float | None) -> dict[str, list[Figures]]:
+    """Rounds of a server that somebody else started."""
+    key = os.environ.get("OPENAI_API_KEY")
+    try:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        listed = httpx.get(f"{url}/v1/models", headers=headers, timeout=60).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise SystemExit(f"--url {url}: {error}") from None
+    target = Target(url, listed["data"][0]["id"], api_key=key, parameters=LOAD_PARAMETERS)
+    injection = injection or measured_injection(target)
+    name = f"{target.model} at {url}"
+    return {name: [reported(name, measure(target, round_number=n, injection=injection)) for n in range(rounds)]}
+
+
+def measure_started(chosen: Sequence[System], rounds: int, injection: float | None) -> dict[str, list[Figures]]:
+    """Rounds of systems that are started for it."""
+    target = Target(f"http://127.0.0.1:{PORT}", "m", parameters=LOAD_PARAMETERS)
+    measured: dict[str, list[Figures]] = {system.name: [] for system in chosen}
+    for number in range(rounds):
+        for system in chosen:
+            log = RESULTS.parent / "logs" / f"{system.name.replace(' ', '-')}-{number}.log"
+            with running(system, log) as started:
+                injection = injection or measured_injection(target)
+                figures = measure(target, round_number=number, injection=injection, started=started)
+            measured[system.name].append(reported(system.name, figures))
+    return measured
+
+
+def measured_injection(target: Target) -> float:
+    """Prompts per second for W3."""
+    injection = INJECTED_PART * prefill_capacity(target)
+    print(f"injection: {injection:.3f} prompts per second", flush=True)
+    return injection
+
+
+def reported(name: str, figures: Figures) -> Figures:
+    """Print a round, since the next takes minutes."""
+    print(name, figures, flush=True)
+    return figures
+
+
+def table(measured: Mapping[str, Sequence[Figures]]) -> str:
+    """Medians, a line for each system."""
+    names = [field.name for field in fields(Figures)]
+    lines = [f"{'':28}" + "".join(f"{name:>17}" for name in names)]
+    for system, rounds in measured.items():
+        columns = ([asdict(figures)[name] for figures in rounds] for name in names)
+        cells = ("–" if None in column else f"{statistics.median(column):,.1f}" for column in columns)
+        lines.append(f"{system:28}" + "".join(f"{cell:>17}" for cell in cells))
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--vllm", type=Path)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--url", help="a server that runs, without /v1")
+    target.add_argument("--model", help="a checkpoint to start servers with")
+    parser.add_argument("--compare", type=Path, metavar="VENV", help="where vLLM's build for CPUs is")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--injection", type=float, help="prompts per second for W3; measured if not given")
     parser.add_argument("--systems", help="names, with commas between; all by default")
     arguments = parser.parse_args()
-    chosen = systems(arguments.model, arguments.vllm, arguments.dtype)
-    if arguments.systems:
-        chosen = [system for system in chosen if system.name in arguments.systems.split(",")]
-    measured: dict[str, list[Figures]] = {system.name: [] for system in chosen}
-    injection: float | None = arguments.injection
-    for number in range(arguments.rounds):
-        for system in chosen:
-            log = RESULTS.parent / "logs" / f"{system.name.replace(' ', '-')}-{number}.log"
-            with running(system, log) as (pid, start_s):
-                if injection is None:
-                    injection = INJECTED_PART * prefill_capacity(Target(f"http://127.0.0.1:{PORT}", "m"))
-                    print(f"injection: {injection:.3f} prompts per second", flush=True)
-                figures = measure(pid, start_s, round_number=number, injection=injection)
-            measured[system.name].append(figures)
-            print(system.name, figures, flush=True)
-    names = (
-        "start_s",
-        "w1_tokens_per_s",
-        "w1_ttft",
-        "w2_tokens_per_s",
-        "w4_ttft",
-        "memory",
-        "w3b_itl_p99",
-        "w3_itl_p99",
-        "injected",
-        "injected_ttft",
-    )
-    print(f"{'':24}" + "".join(f"{name:>17}" for name in names))
-    for name, rounds in measured.items():
-        cells = (median(rounds, figure) for figure in names)
-        print(f"{name:24}" + "".join(f"{cell:>17,.1f}" for cell in cells))
+    if arguments.url is not None:
+        measured = measure_running(arguments.url.rstrip("/"), arguments.rounds, arguments.injection)
+    else:
+        known = {one.name: one for one in systems(arguments.model, arguments.compare, arguments.dtype)}
+        names = arguments.systems.split(",") if arguments.systems else list(known)
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--systems {unknown[0]}: there are {', '.join(known)}")
+        measured = measure_started([known[name] for name in names], arguments.rounds, arguments.injection)
+    print(table(measured))
+    command = shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]])
+    environment = Environment.here(command, arguments.model or next(iter(measured)))
+    rounds = {name: [asdict(figures) for figures in found] for name, found in measured.items()}
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(
-        json.dumps({name: [asdict(figures) for figures in rounds] for name, rounds in measured.items()}, indent=2)
-    )
+    RESULTS.write_text(json.dumps({"environment": asdict(environment), "systems": rounds}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
