@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import WORDS, Kernel, next_power_of_two
-from kernels.pages import IntArray, Slots
+from kernels.pages import ALL_HEADS, IntArray, Slots
 
 ROW_TILE = 1024
 """Elements of one token that one program stores."""
@@ -127,21 +127,31 @@ def copy_runs(
 
 
 def gather_tokens(
-    caches: Sequence[torch.Tensor], blocks: IntArray, begin: int, end: int, out: Sequence[torch.Tensor]
+    caches: Sequence[torch.Tensor],
+    blocks: IntArray,
+    begin: int,
+    end: int,
+    out: Sequence[torch.Tensor],
+    heads: slice = ALL_HEADS,
 ) -> None:
-    """Copy tokens ``[begin, end)`` of every given layer out of its pages, in one launch.
+    """Copy ``heads`` of tokens ``[begin, end)`` of every given layer out of its pages, in one launch.
 
-    All ``caches`` have one dtype, shape and strides, and may be a range of heads of whole caches; each ``out`` is
-    ``[parts, kv_heads, end - begin, head_dim]``, and all have the same strides.
+    All ``caches`` have one dtype, shape and strides; each ``out`` is ``[parts, heads, end - begin, head_dim]``, and all
+    have the same strides.
     """
-    _copy(caches, blocks, begin, end, out, is_gather=True)
+    _copy([cache[:, :, heads] for cache in caches], blocks, begin, end, out, is_gather=True)
 
 
 def scatter_tokens(
-    caches: Sequence[torch.Tensor], blocks: IntArray, begin: int, end: int, values: Sequence[torch.Tensor]
+    caches: Sequence[torch.Tensor],
+    blocks: IntArray,
+    begin: int,
+    end: int,
+    values: Sequence[torch.Tensor],
+    heads: slice = ALL_HEADS,
 ) -> None:
-    """Copy tokens ``[begin, end)`` into the pages of every given layer: the inverse of ``gather_tokens``."""
-    _copy(caches, blocks, begin, end, values, is_gather=False)
+    """Copy ``heads`` of tokens ``[begin, end)`` into the pages of every given layer: ``gather_tokens``' inverse."""
+    _copy([cache[:, :, heads] for cache in caches], blocks, begin, end, values, is_gather=False)
 
 
 def _copy(
@@ -174,7 +184,8 @@ def _copy(
     tile = max(1, RUN_TILE // padded_dim)
     copy_runs.launch(
         (triton.cdiv(end - begin, tile), parts * kv_heads, len(caches)),
-        torch.tensor(addresses + needed).to(first.device),
+        # The host does not wait: pinned memory is used again only when its copy is over.
+        torch.tensor(addresses + needed, pin_memory=first.is_cuda).to(first.device, non_blocking=True),
         begin,
         end - begin,
         *first.stride()[:3],

@@ -86,15 +86,27 @@ class TokenCopies(Protocol):
     """Tokens of many layers out of their pages and into them; see ``kernels.pages``."""
 
     def gather_tokens(
-        self, caches: Sequence[torch.Tensor], blocks: IntArray, begin: int, end: int, out: Sequence[torch.Tensor]
+        self,
+        caches: Sequence[torch.Tensor],
+        blocks: IntArray,
+        begin: int,
+        end: int,
+        out: Sequence[torch.Tensor],
+        heads: slice,
     ) -> None:
-        """Copy tokens ``[begin, end)`` of every given layer out of its pages."""
+        """Copy ``heads`` of tokens ``[begin, end)`` of every given layer out of its pages."""
         ...
 
     def scatter_tokens(
-        self, caches: Sequence[torch.Tensor], blocks: IntArray, begin: int, end: int, values: Sequence[torch.Tensor]
+        self,
+        caches: Sequence[torch.Tensor],
+        blocks: IntArray,
+        begin: int,
+        end: int,
+        values: Sequence[torch.Tensor],
+        heads: slice,
     ) -> None:
-        """Copy tokens ``[begin, end)`` into the pages of every given layer."""
+        """Copy ``heads`` of tokens ``[begin, end)`` into the pages of every given layer."""
         ...
 
 

@@ -8,7 +8,8 @@ size before they use it.
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
@@ -25,13 +26,22 @@ class FrameError(ValueError):
     """Bytes that are no frame."""
 
 
+Wait = Callable[[], None]
+"""Returns when something is there."""
+
+
+def at_once() -> None:
+    """A ``Wait`` for what is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class PieceFrame:
-    """A piece of KV and its packed bytes."""
+    """A piece of KV and its packed bytes, which are complete once ``wait`` has returned."""
 
     epoch: int
     piece: Piece
     payload: memoryview
+    wait: Wait = field(default=at_once, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,9 @@ class OutgoingStream:
                 raise StreamFailure(*_CANCELLED)
             if isinstance(frame, StreamFailure):
                 raise frame
+            if isinstance(frame, PieceFrame):
+                # Here and not on the engine's thread, which goes on computing.
+                frame.wait()
             message = encode(frame)
             if isinstance(frame, PieceFrame):
                 with self._lock:

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.attention.segments import Segment
-from kernels.pages import IntArray, gather_tokens, scatter_tokens
+from kernels.pages import IntArray
+from kernels.table import has_triton_kernels, token_copies
 from kv_transfer.layout import Piece
 from kv_transfer.rank_pair import HeadRange, PairLayout, heads_of
 from worker.checkpoint.checkpoint import open_checkpoint
@@ -33,9 +35,13 @@ from worker.layers.cached_layer import StepPlan, Stored, nobody_asks
 from worker.layers.weights import WeightFormat
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.models.registry import parse_config
+from worker.page_stream import page_stream
 from worker.ranks.commands import SequenceRows
 from worker.ranks.rank_group import SOLO, RankGroup
 from worker.weight_loader import load_weights
+
+if TYPE_CHECKING:
+    from worker.cuda_graphs import DecodeGraphs
 
 # What gRPC delivers is not writable, and nobody writes it.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -94,6 +100,9 @@ class ModelRunner:
         self.attention_layers = len(keeps_tokens)
         self.owner_layers = sum(layer.kv_sharing_target_layer_name is None for layer in keeps_tokens)
         self._group_of = {name: index for index, group in enumerate(self.cache.groups) for name in group.members}
+        self.pages = page_stream(self.device)
+        self._copies = token_copies(self.device)
+        self._graphs = self._decode_graphs()
 
     def cache_manager(self) -> KVCacheManager:
         """The bookkeeping of this runner's blocks, for the one engine that drives it."""
@@ -111,15 +120,22 @@ class ModelRunner:
         None if none were wanted, or on a rank that does not lead. ``stored`` is told of every owner, while later layers
         are still to be computed.
         """
+        self.pages.settle()
+        if self._graphs is not None and stored is nobody_asks and (size := self._graphs.size_of(scheduled)) is not None:
+            step = self._inputs(self._graphs.pad(scheduled, size), torch.device("cpu"))
+            logits = self._graphs.forward(step, size, len(scheduled))
+            if logits is not None:
+                return logits
         self._listener.stored = stored
         try:
-            return self.model.forward(self._inputs(scheduled))
+            return self.model.forward(self._inputs(scheduled, self.device))
         finally:
             self._listener.stored = nobody_asks
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Zero whole blocks: bytes that one kind of layer left need not be numbers to another."""
         if blocks:
+            self.pages.settle()
             index = torch.tensor(blocks, device=self.device)
             for buffer, raw in self.buffers.items():
                 raw.view(self.num_blocks, buffer.page_bytes).index_fill_(0, index, 0)
@@ -127,6 +143,7 @@ class ModelRunner:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks, whoever uses them."""
         if copies:
+            self.pages.settle()
             sources = torch.tensor([copy.source for copy in copies], device=self.device)
             destinations = torch.tensor([copy.destination for copy in copies], device=self.device)
             for buffer, raw in self.buffers.items():
@@ -137,30 +154,36 @@ class ModelRunner:
         """Pack a piece of one sequence into contiguous bytes, in the wire's order; ``tables`` has one per group.
 
         ``passing`` is what the piece counts in. A state is read where the next step would read it, and received where
-        the next step would write it.
+        the next step would write it. The bytes are there when ``pages.staged()`` says so.
         """
-        packed = torch.empty(piece.payload_bytes(passing.layout), dtype=torch.uint8, device=self.device)
-        for run in self._runs(passing, piece, packed):
-            table = tables[run.group]
-            if isinstance(run.region, StateRegion):
-                for cache, part in zip(run.caches, run.parts, strict=True):
-                    part.copy_(cache[table[0]][run.rows].contiguous().view(torch.uint8).view(-1))
-            else:
-                gather_tokens(run.caches, table, piece.slot_begin, piece.slot_end, run.values(), run.heads)
-        return memoryview(packed.cpu().numpy())  # type: ignore[arg-type]
+        with self.pages.touching_pages():
+            packed = torch.empty(piece.payload_bytes(passing.layout), dtype=torch.uint8, device=self.device)
+            for run in self._runs(passing, piece, packed):
+                table = tables[run.group]
+                if isinstance(run.region, StateRegion):
+                    for cache, part in zip(run.caches, run.parts, strict=True):
+                        part.copy_(cache[table[0]][run.rows].contiguous().view(torch.uint8).view(-1))
+                else:
+                    self._copies.gather_tokens(
+                        run.caches, table, piece.slot_begin, piece.slot_end, run.values(), run.heads
+                    )
+        return memoryview(self.pages.to_host(packed).numpy())  # type: ignore[arg-type]
 
     def write_piece(self, passing: PairLayout, piece: Piece, tables: Sequence[IntArray], payload: memoryview) -> None:
         """Unpack a piece into the pages of one sequence; ``payload`` has exactly the piece's bytes."""
-        packed = torch.frombuffer(payload, dtype=torch.uint8).to(self.device)
-        for run in self._runs(passing, piece, packed):
-            table = tables[run.group]
-            if isinstance(run.region, StateRegion):
-                for cache, part in zip(run.caches, run.parts, strict=True):
-                    state = cache[table[-1]][run.rows]
-                    # A copy, because a part may begin anywhere.
-                    state.copy_(part.clone().view(run.region.dtype).view(state.shape))
-            else:
-                scatter_tokens(run.caches, table, piece.slot_begin, piece.slot_end, run.values(), run.heads)
+        packed = self.pages.to_device(payload)
+        with self.pages.touching_pages():
+            for run in self._runs(passing, piece, packed):
+                table = tables[run.group]
+                if isinstance(run.region, StateRegion):
+                    for cache, part in zip(run.caches, run.parts, strict=True):
+                        state = cache[table[-1]][run.rows]
+                        # A copy, because a part may begin anywhere.
+                        state.copy_(part.clone().view(run.region.dtype).view(state.shape))
+                else:
+                    self._copies.scatter_tokens(
+                        run.caches, table, piece.slot_begin, piece.slot_end, run.values(), run.heads
+                    )
 
     def group_of_section(self, section: int) -> int:
         """A KV cache group whose tables say what a section's owners lack."""
@@ -190,25 +213,36 @@ class ModelRunner:
                 offset += size
         yield from alike.values()
 
-    def _inputs(self, scheduled: Sequence[SequenceRows]) -> StepInputs:
+    def _decode_graphs(self) -> "DecodeGraphs | None":
+        """On a GPU, for a whole model that decodes."""
+        is_whole = self._ranks == 1 and self._config.role is not Role.PREFILL
+        if not (self._config.cuda_graphs and is_whole and has_triton_kernels(self.device)):
+            return None
+        from worker.cuda_graphs import DecodeGraphs, can_be_captured  # noqa: PLC0415 - Triton is only on GPUs
+
+        if not can_be_captured(self.model):
+            return None
+        return DecodeGraphs(self.model, self.device, [group.block_size for group in self.cache.groups])
+
+    def _inputs(self, scheduled: Sequence[SequenceRows], device: torch.device) -> StepInputs:
         tokens = np.concatenate([s.token_ids for s in scheduled])
         every = [_Rows(s, s.rows) for s in scheduled]
         wanted = [_Rows(s, s.logit_rows) for s in scheduled if s.logit_rows]
-        rows = self._row_set(every, states=True)
+        rows = self._row_set(every, device, states=True)
+        token_ids = torch.from_numpy(tokens).to(device)
         if not wanted:
-            return StepInputs(self._tensor(tokens), rows, None, None)
+            return StepInputs(token_ids, rows, None, None)
         if sum(s.count for s in wanted) == len(tokens):
-            return StepInputs(self._tensor(tokens), rows, rows, None)
+            return StepInputs(token_ids, rows, rows, None)
         index: list[IntArray] = []
         end = 0
         for s in scheduled:
             end += s.rows
             index.append(np.arange(end - s.logit_rows, end))
-        return StepInputs(
-            self._tensor(tokens), rows, self._row_set(wanted, states=False), self._tensor(np.concatenate(index))
-        )
+        logit_index = torch.from_numpy(np.concatenate(index)).to(device)
+        return StepInputs(token_ids, rows, self._row_set(wanted, device, states=False), logit_index)
 
-    def _row_set(self, rows: Sequence["_Rows"], *, states: bool) -> RowSet:
+    def _row_set(self, rows: Sequence["_Rows"], device: torch.device, *, states: bool) -> RowSet:
         """Positions and plans of the last ``count`` scheduled rows of every sequence."""
         positions = np.concatenate([np.arange(r.scheduled.context - r.count, r.scheduled.context) for r in rows])
         segments: list[list[Segment]] = []
@@ -225,12 +259,9 @@ class ModelRunner:
             if states or not isinstance(self.cache.groups[group].retention, LastState):
                 key = (group, layer.plan_key)
                 if key not in alike:
-                    alike[key] = layer.plan(segments[group], self.device)
+                    alike[key] = layer.plan(segments[group], device)
                 plans[layer.name] = alike[key]
-        return RowSet(self._tensor(positions), plans)
-
-    def _tensor(self, values: IntArray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return RowSet(torch.from_numpy(positions).to(device), plans)
 
     def _fitting_context(self, config: EngineConfig, longest: int) -> int:
         """The longest sequence that both the model and the cache can hold, the model's own prefix included."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from kernels.pages import IntArray
-from kv_transfer.frame import EndFrame, Frame, PieceFrame
+from kv_transfer.frame import EndFrame, Frame, PieceFrame, Wait, at_once
 from kv_transfer.layout import Lifetime, Piece, SlotRange
 from kv_transfer.outgoing_stream import OutgoingStream
 from kv_transfer.plan import plan_pieces
@@ -86,7 +86,8 @@ class OutgoingTransfers:
     """See the module; rank ``rank`` of ``ranks``.
 
     While a step is computed, layers leave in pieces of ``min_piece_bytes`` or more; what is left goes when it is done.
-    ``payload_bytes`` counts what was queued so far. ``clock`` gives seconds.
+    ``payload_bytes`` counts what was queued so far. ``staged`` says what senders wait for until the payloads that were
+    packed so far are there. ``clock`` gives seconds.
     """
 
     def __init__(
@@ -97,9 +98,11 @@ class OutgoingTransfers:
         *,
         min_piece_bytes: int,
         max_piece_bytes: int,
+        staged: Callable[[], Wait] = lambda: at_once,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
+        self._staged = staged
         self._clock = clock
         self._rank = rank
         self._ranks = ranks
@@ -210,7 +213,7 @@ class OutgoingTransfers:
             return
         for piece in plan_pieces(layout, whole, self._max_piece_bytes):
             payload = self._runner.read_piece(branch.passing, piece, tables)
-            branch.put(PieceFrame(outgoing.epoch, piece, payload))
+            branch.put(PieceFrame(outgoing.epoch, piece, payload, self._staged()))
             branch.payload_bytes += payload.nbytes
             branch.pieces += 1
             self.payload_bytes += payload.nbytes

@@ -132,7 +132,12 @@ class Replica:
             max_prompt_tokens=runner.max_model_len - 1,
         )
         outgoing = OutgoingTransfers(
-            runner, 0, ranks, min_piece_bytes=config.min_piece_bytes, max_piece_bytes=config.max_piece_bytes
+            runner,
+            0,
+            ranks,
+            min_piece_bytes=config.min_piece_bytes,
+            max_piece_bytes=config.max_piece_bytes,
+            staged=runner.pages.staged,
         )
         team = RankTeam(Rank(runner, outgoing=outgoing), self._followers)
         return PrefillEngine(config, runner, team, incarnation, self._prefill_server.socket_bytes.read)

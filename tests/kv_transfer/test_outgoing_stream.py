@@ -58,3 +58,25 @@ def test_cancel_wakes_the_thread_that_waits_for_frames() -> None:
     stream.cancel()
     assert stream.cancelled
     assert ended.wait(20.0)
+
+
+def test_a_payload_that_is_not_there_yet_is_waited_for_by_whoever_sends_it() -> None:
+    """As a copy off a GPU: the engine's thread goes on, and the bytes are read after the wait and not before."""
+    stream = OutgoingStream()
+    payload, is_there = bytearray(b"old"), threading.Event()
+    stream.put(PieceFrame(1, Piece(0, 0, 1, 0, 1), memoryview(payload), lambda: assert_in_time(is_there)))
+    stream.put(END)
+    sent: list[bytes] = []
+    sender = threading.Thread(target=lambda: sent.extend(stream.messages()))
+    sender.start()
+    payload[:] = b"new"
+    is_there.set()
+    sender.join(20)
+    first, last = (decode_frame(message) for message in sent)
+    assert isinstance(first, PieceFrame)
+    assert bytes(first.payload) == b"new"
+    assert last == END
+
+
+def assert_in_time(event: threading.Event) -> None:
+    assert event.wait(20)

@@ -97,7 +97,12 @@ class Follower:
             )
             self._server.start()
             outgoing = OutgoingTransfers(
-                runner, rank, ranks, min_piece_bytes=config.min_piece_bytes, max_piece_bytes=config.max_piece_bytes
+                runner,
+                rank,
+                ranks,
+                min_piece_bytes=config.min_piece_bytes,
+                max_piece_bytes=config.max_piece_bytes,
+                staged=runner.pages.staged,
             )
         elif config.role is Role.DECODE:
             staging = StagingBudget(config.max_staged_bytes)
