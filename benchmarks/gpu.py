@@ -27,7 +27,7 @@ from cluster.bench.report import Environment
 from kernels.table import OLDEST_ARCHITECTURE, has_triton_kernels
 
 if TYPE_CHECKING:
-    from benchmarks.gpu_cases import Case
+    from benchmarks.gpu_case import Case
 
 RESULTS = Path("bench-results/gpu.json")
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
@@ -130,7 +130,8 @@ def main() -> int:
     if (missing := why_not()) is not None:
         print(missing, file=sys.stderr)
         return 2
-    from benchmarks.gpu_cases import Place, cases  # noqa: PLC0415 - Triton is only where there is a GPU
+    from benchmarks.gpu_case import Place  # noqa: PLC0415 - Triton is only where there is a GPU
+    from benchmarks.gpu_cases import cases  # noqa: PLC0415
 
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from kernels.delta_rule import DeltaRows
 from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import TYPES, NoCompiledKernels, library
-from kernels.pages import IntArray, PageShape
+from kernels.pages import ALL_HEADS, IntArray, PageShape
 from kernels.sampling import RowFilters
 from kernels.sampling import draw_tokens as plain_draw_tokens
 
@@ -92,7 +92,7 @@ class TokenCopies(Protocol):
         begin: int,
         end: int,
         out: Sequence[torch.Tensor],
-        heads: slice,
+        heads: slice = ALL_HEADS,
     ) -> None:
         """Copy ``heads`` of tokens ``[begin, end)`` of every given layer out of its pages."""
         ...
@@ -104,7 +104,7 @@ class TokenCopies(Protocol):
         begin: int,
         end: int,
         values: Sequence[torch.Tensor],
-        heads: slice,
+        heads: slice = ALL_HEADS,
     ) -> None:
         """Copy ``heads`` of tokens ``[begin, end)`` into the pages of every given layer."""
         ...

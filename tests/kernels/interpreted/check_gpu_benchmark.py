@@ -8,7 +8,8 @@ import torch
 
 import kernels
 from benchmarks.gpu import TOLERANCES, difference
-from benchmarks.gpu_cases import Place, cases
+from benchmarks.gpu_case import Place
+from benchmarks.gpu_cases import cases
 from kernels.launch import Kernel, recorded_launches
 from tests.kernels.interpreted.steps import CPU
 
