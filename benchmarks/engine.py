@@ -283,12 +283,12 @@ def main() -> None:
     }
     (RESULTS / "engine.json").write_text(json.dumps(written, indent=2) + "\n")
     if arguments.growth:
-        _plot(measured)
+        _plot(measured, planning)
 
 
-def _plot(measured: list[Measured]) -> None:
+def _plot(measured: list[Measured], planning: dict[int, float]) -> None:
     matplotlib.use("svg")
-    figure, (by_batch, by_context) = pyplot.subplots(1, 2, figsize=(9, 3.5), constrained_layout=True)
+    figure, (by_batch, by_context, by_queue) = pyplot.subplots(1, 3, figsize=(13, 3.5), constrained_layout=True)
     decodes = [one for one in measured if one.phase == "decode"]
     for axes, name, points in (
         (by_batch, "requests in the batch", {m.batch: m for m in decodes if m.tokens == CONTEXT}),
@@ -301,6 +301,11 @@ def _plot(measured: list[Measured]) -> None:
         axes.set_ylabel("milliseconds")
         axes.set_ylim(bottom=0)
         axes.legend()
+    by_queue.plot(list(planning), list(planning.values()), marker="o")
+    by_queue.set_xscale("log")
+    by_queue.set_xlabel("requests that wait")
+    by_queue.set_ylabel("scheduler, milliseconds a step")
+    by_queue.set_ylim(bottom=0)
     figure.savefig(RESULTS / "engine.svg")
 
 
