@@ -12,13 +12,24 @@ import torch
 
 from benchmarks.gpu_attention import attention, latent_attention
 from benchmarks.gpu_case import Case, Place, size_of
+from benchmarks.gpu_models import delta_rule, draws, experts, indexer
 from kernels import fused_pointwise, page_copies, pages, pointwise
 from kernels.pages import KEY_VALUE, Slots
 
 
 def cases(place: Place) -> Iterator[Case]:
     """All of them."""
-    for family in (writes, transfers, attention, latent_attention, small_operations):
+    for family in (
+        writes,
+        transfers,
+        attention,
+        latent_attention,
+        small_operations,
+        draws,
+        experts,
+        indexer,
+        delta_rule,
+    ):
         yield from family(place)
 
 
