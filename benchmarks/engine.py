@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -114,15 +115,15 @@ HEADING = f"{'phase':9}{'batch':>6}{'tokens':>8}{'step ms':>11}{'products ms':>1
 )
 
 
-def milliseconds(action: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median, after one call that is not measured."""
-    action()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        action()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
+def milliseconds(*actions: Callable[[], object], repeats: int) -> list[float]:
+    """Each one's median; they take turns, and the first round is not measured."""
+    times: list[list[float]] = [[] for _ in actions]
+    for _ in range(repeats + 1):
+        for action, found in zip(actions, times, strict=True):
+            begin = time.perf_counter()
+            action()
+            found.append(1e3 * (time.perf_counter() - begin))
+    return [statistics.median(found[1:]) for found in times]
 
 
 def decode_steps(batch: int, context: int) -> Steps:
@@ -189,13 +190,13 @@ def measure(runner: ModelRunner, phase: str, batch: int, tokens: int) -> Measure
     assert isinstance(runner.model, Decoder), "this benchmark knows the plain decoder's layers"
     steps = decode_steps(batch, tokens) if phase == "decode" else prompt_steps(tokens)
     repeats = REPEATS if phase == "decode" else SHARE_REPEATS
-    step = milliseconds(lambda: compute(runner, steps), repeats)
-    alone = milliseconds(products(runner.model, steps), repeats)
+    whole_step = partial(compute, runner, steps)
+    step, alone = milliseconds(whole_step, products(runner.model, steps), repeats=repeats)
     parts = Parts()
     with parts.taken():
         begin = time.perf_counter()
         for _ in range(SHARE_REPEATS):
-            compute(runner, steps)
+            whole_step()
         whole = time.perf_counter() - begin
     return Measured(phase, batch, tokens, step, alone, parts.linear / whole, parts.attention / whole)
 
@@ -227,7 +228,7 @@ def scheduler_milliseconds(runner: ModelRunner, config: EngineConfig, waiting: i
         step()
     for index in range(waiting):
         add(BATCH + index)
-    return milliseconds(step, 100)
+    return milliseconds(step, repeats=100)[0]
 
 
 def main() -> None:
