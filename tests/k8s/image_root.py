@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from cluster.ports import free_port
 from tests.k8s.deployed.conftest import answers, complete, until
 from tests.k8s.kubectl import K8S, REPOSITORY
@@ -134,6 +136,8 @@ def answer(root: Root) -> dict:
     if not model.exists():
         model.mkdir()
         write_tiny("llama", model)
+        # The image's user is not who writes here.
+        (model / "model.safetensors").chmod(0o644)
     port = free_port()
     root.variables |= {"CROSSKV_PORT": str(port), "CROSSKV_SERVED_MODEL_NAME": "tiny"}
     words = ["/models/tiny" if word == "smollm2" else word for word in root.command]
@@ -143,8 +147,10 @@ def answer(root: Root) -> dict:
         until(300, "/health", lambda: process.poll() is not None or answers(f"{url}/health"))
         return complete(url)
     finally:
-        process.terminate()
-        process.wait(60)
+        # unshare keeps signals to itself; the command is the only child it has.
+        for child in psutil.Process(process.pid).children():
+            child.terminate()
+        assert process.wait(60) == 0
 
 
 if __name__ == "__main__":

@@ -141,12 +141,14 @@ def _open_tensors(directory: Path) -> dict[str, _StoredTensor]:
 
 def _open_file(path: Path) -> dict[str, _StoredTensor]:
     try:
+        # Of a file that may not be read safetensors says that it is not there.
+        path.open("rb").close()
         file = safe_open(path, framework="pt")
         return {name: file.get_slice(name) for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
