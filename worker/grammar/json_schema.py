@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.grammar.grammar import GrammarError
-from worker.grammar.json_types import disjoint, is_a
+from worker.grammar.json_types import Extent, is_a
 from worker.grammar.pattern import json_pattern, length_pattern
 
 MAX_DEPTH = 64
@@ -92,13 +92,17 @@ class EnforceableSchema:
 def enforceable(text: str) -> EnforceableSchema:
     """Return what XGrammar is given for a schema; raise ``GrammarError`` naming the keyword that cannot be enforced."""
     try:
-        schema = json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
+        walk = _Walk(_parsed(text))
+        return EnforceableSchema(json.dumps(walk.schema), frozenset(walk.patterns))
+    except RecursionError:  # of values within, whose depth is not limited otherwise
         raise GrammarError(f"the JSON schema is nested more than {MAX_DEPTH} deep") from None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         raise GrammarError(f"the JSON schema is not JSON: {error}") from None
-    walk = _Walk(schema)
-    return EnforceableSchema(json.dumps(walk.schema), frozenset(walk.patterns))
 
 
 class _Walk:
@@ -164,13 +168,13 @@ class _Walk:
                 return {"enum": [_of_type(value, schema, place, "enum") for value in _values(schema["enum"], place)]}
             case "const":
                 return {"const": _of_type(schema["const"], schema, place, "const")}
-            case "allOf" if len(self._listed(schema, "allOf", place, depth)) > 1:
-                raise _refused(place, "allOf", "of several schemas is not supported")
-            case "oneOf":
-                alternatives = self._listed(schema, "oneOf", place, depth)
-                _require_disjoint(alternatives, place)
-                return {"anyOf": alternatives}
-        return {keyword: self._listed(schema, keyword, place, depth)}
+        alternatives = self._listed(schema, keyword, place, depth)
+        if keyword == "allOf" and len(alternatives) > 1:
+            raise _refused(place, "allOf", "of several schemas is not supported")
+        if keyword == "oneOf":
+            _require_disjoint(alternatives, place)
+            return {"anyOf": alternatives}
+        return {keyword: alternatives}
 
     def _reference(self, reference: Any, place: str) -> str:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
@@ -341,10 +345,9 @@ def _of_type(value: Any, schema: dict[str, Any], place: str, keyword: str) -> An
 
 def _require_disjoint(alternatives: list[Any], place: str) -> None:
     """Refuse ``oneOf`` unless no value fits two alternatives, which are enforceable already: then it is ``anyOf``."""
-    pairs = ((a, b) for i, a in enumerate(alternatives) for b in alternatives[:i])
-    if len(alternatives) > MAX_DEPTH or not all(
-        isinstance(a, dict) and isinstance(b, dict) and disjoint(a, b) for a, b in pairs
-    ):
+    known = len(alternatives) <= MAX_DEPTH and all(isinstance(one, dict) for one in alternatives)
+    extents = [Extent.of(one) for one in alternatives] if known else []
+    if not known or not all(a.disjoint(b) for i, a in enumerate(extents) for b in extents[:i]):
         raise _refused(place, "oneOf", "is not supported where a value may fit two of its schemas; use anyOf")
 
 

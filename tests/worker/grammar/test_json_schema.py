@@ -96,6 +96,39 @@ def test_depth_is_limited() -> None:
         enforceable(json.dumps(schema))
 
 
+@pytest.mark.timeout(60)
+def test_schemas_within_schemas_are_looked_at_once() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(60):
+        schema = {"allOf": [schema]}
+    assert json.loads(enforceable(json.dumps(schema)).text) == schema
+
+
+def test_values_that_are_nested_too_deeply_are_refused_wherever_they_are() -> None:
+    deep = ["[" * depth + "]" * depth for depth in (800, 799)]
+    schema = f'{{"oneOf": [{{"const": {deep[0]}}}, {{"const": {deep[1]}}}]}}'
+    for _ in range(60):
+        schema = f'{{"anyOf": [{schema}]}}'
+    with pytest.raises(GrammarError, match="nested more than"):
+        enforceable(schema)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("alternatives", [2, 60])
+def test_long_lists_of_values_are_told_apart_quickly(alternatives: int) -> None:
+    each = 9_000 // alternatives
+    enums = [{"enum": list(range(i * each, (i + 1) * each))} for i in range(alternatives)]
+    enforceable(json.dumps({"oneOf": [*enums, {"type": "string"}]}))
+    with pytest.raises(GrammarError, match="oneOf"):
+        enforceable(json.dumps({"oneOf": [*enums, {"const": 3.0}]}))
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, -0.0), ({"a": 1, "b": [2]}, {"b": [2.0], "a": 1.0})], ids=repr)
+def test_equal_values_are_one_however_they_are_written(one: Any, other: Any) -> None:
+    with pytest.raises(GrammarError, match="oneOf"):
+        enforceable(json.dumps({"oneOf": [{"const": one}, {"const": other}]}))
+
+
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
