@@ -57,10 +57,11 @@ def usable_tools(tools: list[Tool] | None, choice: ToolChoice | None) -> list[To
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice wants a tool, but there are no tools", "tool_choice")
         return []
-    names = [tool.function.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    names: set[str] = set()
+    for index, name in enumerate(tool.function.name for tool in tools):
+        if name in names:
             raise invalid(f"tools.{index}.function.name: {name} is there already", f"tools.{index}.function.name")
+        names.add(name)
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         raise invalid(f"tool_choice wants {choice.function.name!r:.80}, which is not among the tools", "tool_choice")
     return [] if choice == "none" else list(tools)
