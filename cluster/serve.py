@@ -13,9 +13,11 @@ from cluster.application import running_cluster
 from cluster.config import ClusterConfig
 from cluster.fetch import fetch_model
 from cluster.inspect_model import inspect_model, require_servable
+from cluster.openai.api_keys import ApiKeys
 from cluster.ports import is_loopback
 from cluster.progress import Steps
 from cluster.signals import interruptible
+from kv_transfer.cluster_token import token_here
 
 
 def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
@@ -23,6 +25,8 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
 
     To be told so while it starts is no failure either.
     """
+    if config.ray_address is None:
+        _require_usable_files(config)
     fetch_model(config.model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
@@ -57,6 +61,14 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
                         steps.done()
             except KeyboardInterrupt:
                 steps("stopping")
+
+
+def _require_usable_files(config: ClusterConfig) -> None:
+    """Read what front ends and replicas will read, if all are on this machine: they could not say what is wrong."""
+    ApiKeys((), config.api_key_file)
+    token_here(None, config.cluster_token_file)
+    if config.tls is not None:
+        config.tls.server_context()
 
 
 def _replicas(config: ClusterConfig) -> str:
