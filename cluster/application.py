@@ -201,6 +201,8 @@ def _application(
         api_key_file=config.api_key_file,
         prefix_cache_per_key=config.prefix_cache_per_key,
         max_body_bytes=int(config.max_body_size),
+        # Choices of one request run at once.
+        max_choices=min(128, config.max_running_requests),
         max_connections=config.max_connections,
         tls=config.tls,
         token=config.token,

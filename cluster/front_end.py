@@ -62,6 +62,7 @@ class FrontEndConfig:
     directory: str
     needs_prefill: bool
     max_body_bytes: int = 8 << 20
+    max_choices: int = 128
     max_connections: int = 2048
     api_keys: tuple[ApiKey, ...] = ()
     api_key_file: Path | None = None
@@ -137,7 +138,7 @@ class FrontEnd:
             tokenizer=self._tokenizer,
             chat_template=self._chat_template,
             model=config.model,
-            limits=ApiLimits(max_body_bytes=config.max_body_bytes),
+            limits=ApiLimits(max_body_bytes=config.max_body_bytes, max_choices=config.max_choices),
             metrics=registry,
             api_keys=self._api_keys,
             prefix_cache_per_key=config.prefix_cache_per_key,
