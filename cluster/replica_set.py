@@ -90,7 +90,7 @@ class ReplicaSet:
         self._request_timeout = request_timeout
         self._metrics = metrics or PlacementMetrics(CollectorRegistry())
         self._sessions: dict[str, DecodeSession] = {}
-        self._listed: AbstractSet[str] = frozenset()
+        self._left: AbstractSet[str] = frozenset()
         self._prefill: dict[str, ReplicaRecord] = {}
         self._lost: set[str] = set()
         self._index = PrefixIndex()
@@ -208,8 +208,12 @@ class ReplicaSet:
                 session.end(one.request_id, abort=transcript.open_choices > 0)
 
     def _usable(self, avoided: AbstractSet[str]) -> dict[str, DecodeSession]:
-        """Replicas that take requests: one that has left the directory only goes on with those that it has."""
-        names = self._listed - avoided
+        """Replicas that take requests: one that has left the directory only goes on with those that it has.
+
+        One that the directory does not know, and that never said it would go, is late with its report, or the directory
+        is a new one: the session tells whether it lives.
+        """
+        names = self._sessions.keys() - self._left - avoided
         return {name: session for name, session in self._sessions.items() if session.accepting and name in names}
 
     async def _place(
@@ -285,9 +289,11 @@ class ReplicaSet:
         self._count_lost()
         self._count_lost_prefill(prefill)
         self._prefill = prefill
-        self._listed = generating.keys()
+        absent = self._sessions.keys() - generating.keys()
+        self._left = absent & (self._left | self._departed())
         for name, session in list(self._sessions.items()):
-            if session.broken or (name not in generating and session.open_requests == 0):
+            gone = name in self._left or (name in absent and not session.usable)
+            if session.broken or (gone and session.open_requests == 0):
                 del self._sessions[name]
                 self._index.forget(name)
                 self._closing = asyncio.create_task(session.close())

@@ -6,11 +6,13 @@ import threading
 import time
 from contextlib import suppress
 
+import psutil
+from pydantic import ByteSize
 from rich.console import Console
 from rich.markup import escape
 
 from cluster.application import running_cluster
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, ConfigError
 from cluster.fetch import fetch_model
 from cluster.inspect_model import inspect_model, require_servable
 from cluster.openai.api_keys import ApiKeys
@@ -18,6 +20,7 @@ from cluster.ports import is_loopback
 from cluster.progress import Steps
 from cluster.signals import interruptible
 from kv_transfer.cluster_token import token_here
+from worker.dtype import choose_device
 
 
 def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
@@ -25,8 +28,10 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
 
     To be told so while it starts is no failure either.
     """
+    ranks = config.ranks
     if config.ray_address is None:
         _require_usable_files(config)
+        _require_memory(config, ranks)
     fetch_model(config.model, console)
     with Steps(console) as steps:
         steps("checking the model's configuration")
@@ -69,6 +74,16 @@ def _require_usable_files(config: ClusterConfig) -> None:
     token_here(None, config.cluster_token_file)
     if config.tls is not None:
         config.tls.server_context()
+
+
+def _require_memory(config: ClusterConfig, ranks: int) -> None:
+    """Every rank has its KV cache, and on a CPU this machine's memory is all there is."""
+    available = psutil.virtual_memory().total
+    if choose_device(config.device).type == "cpu" and config.kv_cache_memory * ranks > available:
+        raise ConfigError(
+            f"--kv-cache-memory {config.kv_cache_memory.human_readable()} for each of {ranks} ranks is more than this "
+            f"machine's {ByteSize(available).human_readable()}; lower it"
+        )
 
 
 def _replicas(config: ClusterConfig) -> str:

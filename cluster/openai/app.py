@@ -87,7 +87,14 @@ def build_app(
         following.cancel()
         prompts.close()
 
-    app = FastAPI(title="crosskv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="crosskv",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.state.metrics = metrics_here
     app.add_middleware(Authentication, keys=api_keys or ApiKeys(), refused=metrics_here.failed)
     _add_error_handlers(app, metrics_here)

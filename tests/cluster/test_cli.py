@@ -183,6 +183,12 @@ def test_serve_refuses_bad_settings_before_anything_starts(crosskv: Run, qwen3_8
     assert "40960" in message
     message = refused(crosskv("serve", model, "--port", port, "--kv-cache-memory", "1MiB"))
     assert "--kv-cache-memory" in message
+    message = refused(crosskv("serve", model, "--port", port, "--kv-cache-memory", "99999TiB"))
+    assert "--kv-cache-memory" in message
+    assert "2 ranks" in message
+    assert "--max-prefill-replicas" in refused(
+        crosskv("serve", model, "--port", port, "--prefill-replicas", "3", "--max-prefill-replicas", "2")
+    )
     for flag in ("--api-key-file", "--cluster-token-file"):
         assert "missing" in refused(crosskv("serve", model, "--port", port, flag, str(tmp_path / "missing")))
     assert "--tls-key" in refused(crosskv("serve", model, "--port", port, "--tls-certificate", str(config)))

@@ -226,6 +226,36 @@ async def test_a_request_waits_for_a_replica_that_is_about_to_come() -> None:
             replica.server.stop(grace=0.0)
 
 
+async def test_a_replica_that_the_directory_forgets_is_there_until_it_says_that_it_goes() -> None:
+    """A directory that was lost and made anew knows a replica only when that has found it."""
+    replica = Replica("a")
+    known, departed = [replica.record], set()
+
+    async def live() -> list[ReplicaRecord]:
+        return list(known)
+
+    replicas = ReplicaSet(live, lambda: departed, needs_prefill=False, patience=0.2)
+    replicas.start()
+    try:
+        await until(replicas.ready)
+        known.clear()
+        replicas._update(await live())
+        async with asked(replicas, "r") as (asking,):
+            await until(lambda: bool(replica.submits))
+            departed.add("a")
+            replicas._update(await live())
+            with pytest.raises(EngineUnavailable, match="no decode replica"):
+                await anext(replicas.generate(wire.Submit(request_id="late", token_ids=[1], prompt_len=1, n=1)))
+            replica.answer(replica.submits[0])
+            await until(asking.task.done)
+            assert [list(output.token_ids) for output in asking.outputs] == [[7]]
+        replicas._update(await live())
+        assert not replicas._sessions
+    finally:
+        await replicas.stop()
+        replica.server.stop(grace=0.0)
+
+
 async def test_a_front_end_that_does_not_run_for_a_while_is_given_up_and_asks_again() -> None:
     """As if it had been stopped: its replica is not taken for one that died, although nobody else is there."""
     replica = Replica("a")

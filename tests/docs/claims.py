@@ -110,12 +110,13 @@ def ask_server(stage: Stage, command: Command) -> str:
 
 
 def trace_a_request(stage: Stage, command: Command) -> str:
-    """``crosskv trace``, of a request that is made for it."""
+    """``crosskv trace``, of a request that is made for it, which is also the last."""
     body = {"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 4}
     answer = httpx.post(f"http://{stage.address}/v1/completions", json=body, timeout=60).json()
     words = [answer["id"] if re.match(r"(chat)?cmpl-", word) else word for word in command.words[1:]]
-    assert answer["id"] in words, "names no request"
-    return stage.here([*words, "--base-url", f"http://{stage.address}"])
+    said = stage.here([*words, "--base-url", f"http://{stage.address}"])
+    assert answer["id"] in said
+    return said
 
 
 def watch_server(stage: Stage, command: Command) -> str:

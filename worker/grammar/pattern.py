@@ -76,13 +76,21 @@ def _end_of_class(regex: str, start: int) -> int:
 
 
 def _check_anchor(regex: str, position: int) -> None:
-    before, after = regex[:position], regex[position + 1 :]
     if regex[position] == "^":
-        placed = not before or before[-1] in "|(" or before.endswith("(?:")
+        placed = position == 0 or _begins_alternative(regex, position)
     else:
-        placed = not after or after[0] in "|)"
+        placed = regex[position + 1 : position + 2] in ("", "|", ")")
     if not placed:
         raise GrammarError(f"{regex!r:.100} has {regex[position]!r} in its middle, where it would match nothing")
+
+
+def _begins_alternative(regex: str, position: int) -> bool:
+    """Whether what stands before is a ``|``, a ``(`` or a ``(?:`` that is not escaped."""
+    opening = position - 3 if regex.startswith("(?:", max(0, position - 3)) else position - 1
+    backslashes = 0
+    while backslashes < opening and regex[opening - 1 - backslashes] == "\\":
+        backslashes += 1
+    return regex[opening] in "|(" and backslashes % 2 == 0
 
 
 def _literal(regex: str, position: int) -> tuple[int, str | None]:
@@ -94,7 +102,7 @@ def _literal(regex: str, position: int) -> tuple[int, str | None]:
         raise GrammarError(f"{regex!r:.100} ends with a backslash")
     if (code := _CODE.match(regex, position + 1)) is not None:
         value = int(next(group for group in code.groups() if group), 16)
-        if value > 0x10FFFF:
+        if value > 0x10FFFF or 0xD800 <= value <= 0xDFFF:
             raise GrammarError(f"{regex!r:.100}: there is no character {code[0]}")
         return len(code[0]) + 1, chr(value)
     escaped = regex[position + 1]

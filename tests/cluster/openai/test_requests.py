@@ -176,6 +176,8 @@ async def test_unknown_requests(client) -> None:
         answers = {
             name: await http.get(f"/requests/{name}") for name in (known[:-1] + "g", "cmpl-x", f"cmpl-{'0' * 32}")
         }
+        nameless = await http.get("/requests/")
+    assert (nameless.status_code, nameless.json()["error"]["code"]) == (404, "not_found")
     codes = {name: answer.json()["error"]["code"] for name, answer in answers.items()}
     assert all(answer.status_code == 404 for answer in answers.values())
     assert all(own in answer.json()["error"]["message"] for answer in answers.values())

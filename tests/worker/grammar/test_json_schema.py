@@ -164,14 +164,31 @@ def test_what_is_let_through_means_what_it_says(schema: Any, good: list[str], ba
     assert not any(accepts(schema, text) for text in bad)
 
 
-@pytest.mark.parametrize("regex", ["x^b", "a$b", "(?<=a)b", "(?!a)b", "[a", "\\", "\\bword", "\\p{L}", "\\cA"])
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "x^b",
+        "a$b",
+        r"\(^b",
+        r"a\|^b",
+        r"\(?:^b",
+        "(?<=a)b",
+        "(?!a)b",
+        "[a",
+        "\\",
+        "\\bword",
+        "\\p{L}",
+        r"\ud800",
+        "\\cA",
+    ],
+)
 def test_expressions_that_would_be_misunderstood(regex: str) -> None:
     with pytest.raises(GrammarError):
         check_regex(regex)
 
 
 @pytest.mark.parametrize(
-    "regex", ["^a|b$", "^(?:^a$|b)$", r"[\^$a]\$", "(?:a)(?<x>b)", "a{2,3}?", r"\d\W\x41\u{1F600}"]
+    "regex", ["^a|b$", "^(?:^a$|b)$", r"(^a|\\(^b))", r"[\^$a]\$", "(?:a)(?<x>b)", "a{2,3}?", r"\d\W\x41\u{1F600}"]
 )
 def test_expressions_that_are_understood(regex: str) -> None:
     check_regex(regex)
