@@ -193,7 +193,7 @@ def _whole_prefill(config: EngineConfig, token_ids: list[int]) -> float:
         for _ in range(ROUNDS):
             begun = time.monotonic()
             # Wanted logits make every layer run on every row; the head is left to the last chunk's last row.
-            step = runner._inputs([SequenceRows(np.array(token_ids), 0, len(token_ids), (blocks,))])
+            step = runner._inputs([SequenceRows(np.array(token_ids), 0, len(token_ids), (blocks,))], runner.device)
             assert isinstance(runner.model, Decoder)
             hidden = _every_layer(runner.model, step)
             assert len(hidden) == len(token_ids)
