@@ -38,6 +38,7 @@ READY_SECONDS = 600.0
 RAY_START_ATTEMPTS = 3
 STOP_SECONDS = 30.0
 ALIVE_SECONDS = 10.0
+GONE_SECONDS = 3.0
 
 Progress = Callable[[str], None]
 
@@ -95,9 +96,7 @@ class RunningCluster:
 
     def require_alive(self) -> None:
         """Raise ``ClusterLost`` when Ray itself is gone: then nothing would replace a replica that dies."""
-        alive: list[bool] = []
-        answered = _bounded(lambda: alive.extend(node["Alive"] for node in ray.nodes()), ALIVE_SECONDS)
-        if not (answered and any(alive)):
+        if not _ray_lives():
             raise ClusterLost("Ray has died under the cluster; start it again")
 
     def undeploy(self) -> None:
@@ -151,11 +150,11 @@ def running_cluster(
             yield cluster
         finally:
             if lifeline is None:
-                _bounded(cluster.undeploy, config.drain_seconds + STOP_SECONDS)
-            elif _bounded(lambda: stop_application(APPLICATION), config.drain_seconds + STOP_SECONDS):
+                _while_ray_lives(cluster.undeploy, config.drain_seconds + STOP_SECONDS)
+            elif _while_ray_lives(lambda: stop_application(APPLICATION), config.drain_seconds + STOP_SECONDS):
                 lifeline.let_go()
     finally:
-        if not _bounded(ray.shutdown, STOP_SECONDS):
+        if not _bounded(ray.shutdown, STOP_SECONDS if _ray_lives() else GONE_SECONDS):
             # Ray's processes are gone and it waits for them. Our own end takes along what is left of a local cluster.
             os._exit(1)
 
@@ -221,6 +220,23 @@ def _bounded(action: Callable[[], None], seconds: float) -> bool:
     thread.start()
     thread.join(seconds)
     return not thread.is_alive()
+
+
+def _while_ray_lives(action: Callable[[], None], seconds: float) -> bool:
+    """The same, and no longer than there is a Ray: who signals a whole process group ends Ray together with us."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < deadline and _ray_lives():
+        thread.join(1.0)
+    return not thread.is_alive()
+
+
+def _ray_lives() -> bool:
+    """Whether Ray answers and knows a node that is alive."""
+    alive: list[bool] = []
+    answered = _bounded(lambda: alive.extend(node["Alive"] for node in ray.nodes()), ALIVE_SECONDS)
+    return answered and any(alive)
 
 
 def _connect(config: ClusterConfig, threads: int, progress: Callable[[str], None]) -> None:

@@ -2,13 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
+import httpx
 import pytest
 
+from cluster.ports import free_port
 from tests.cluster.system.processes import MARK, require_none_left
 
 # They start clusters and compute prompts of a real model; a busy machine may take minutes.
@@ -70,3 +74,34 @@ def test_bench_transfer_compares_bytes(tmp_path: Path, tiny_model: Path) -> None
             assert report["wire_bytes"] <= 1.01 * report["payload_bytes"]
     assert list(tmp_path.glob("*.png"))
     assert (tmp_path / "report.md").read_text()
+
+
+def test_who_is_ended_together_with_ray_waits_for_nobody(tiny_model: Path) -> None:
+    """systemd signals every process of a service, and Ray's die of it at once: no orderly end is left to wait for."""
+    mark, port = uuid.uuid4().hex, free_port("127.0.0.1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.cli", "serve", str(tiny_model), "--port", str(port), "--threads", "1"],
+        cwd=REPOSITORY,
+        env=os.environ | {MARK: mark},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _wait_until_healthy(port)
+        os.killpg(process.pid, signal.SIGTERM)
+        # It would wait for 60 s and more for answers that never come.
+        process.wait(timeout=45)
+    finally:
+        process.kill()
+    require_none_left(mark)
+
+
+def _wait_until_healthy(port: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError("it never answered")
