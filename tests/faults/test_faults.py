@@ -114,6 +114,8 @@ class Scene:
         self.prefill = [replica for replica in found if replica.role is Role.PREFILL]
         self.decode = [replica for replica in found if replica.role is Role.DECODE]
         self.before = {replica.record.incarnation: replica.status() for replica in found}
+        # Looked up before there is a request: it takes as long as some requests do.
+        self.victims = self._victims()
         self.others: list[Stream] = []
         if cell.state is State.QUEUED:
             self._take_every_seat()
@@ -155,19 +157,28 @@ class Scene:
     def victim(self) -> psutil.Process:
         """The process to be struck: of those with the request, where there are several."""
         match self.cell.target:
-            case Target.DECODE:
-                return self.owner.process()
-            case Target.DECODE_RANK:
-                return self.owner.follower()
-            case Target.PREFILL:
-                return self._sender().process()
-            case Target.PREFILL_RANK:
-                return self._sender().follower()
+            case Target.DECODE | Target.DECODE_RANK:
+                return self.victims[self.owner.record.incarnation]
+            case Target.PREFILL | Target.PREFILL_RANK:
+                sender = max(self.prefill, key=lambda replica: replica.status().load.running_requests)
+                return self.victims[sender.record.incarnation]
             case Target.FRONT_END:
-                return listening_process(self.cluster.deployed.port)
+                (process,) = self.victims.values()
+                return process
 
-    def _sender(self) -> Replica:
-        return max(self.prefill, key=lambda replica: replica.status().load.running_requests)
+    def _victims(self) -> dict[str, psutil.Process]:
+        """All processes that may be struck, by whose they are."""
+        match self.cell.target:
+            case Target.DECODE:
+                return {replica.record.incarnation: replica.process() for replica in self.decode}
+            case Target.DECODE_RANK:
+                return {replica.record.incarnation: replica.follower() for replica in self.decode}
+            case Target.PREFILL:
+                return {replica.record.incarnation: replica.process() for replica in self.prefill}
+            case Target.PREFILL_RANK:
+                return {replica.record.incarnation: replica.follower() for replica in self.prefill}
+            case Target.FRONT_END:
+                return {"front end": listening_process(self.cluster.deployed.port)}
 
     def noticed(self) -> bool | None:
         """Whether somebody has turned away from the process; None if nobody has a reason to."""
