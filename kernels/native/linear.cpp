@@ -15,7 +15,7 @@
 namespace {
 
 constexpr long ROW_BLOCK = 32 * TILE_ROWS;
-constexpr long DEPTH_BLOCK = 256;
+constexpr long DEPTH_BLOCK = 320;
 // So few tiles take as long as the memory does; they read a panel from end to end.
 constexpr long FEW_TILES = 4;
 constexpr int AHEAD = 2048;
@@ -102,7 +102,9 @@ template <typename W>
 void multiply_panels(
     const float* rows, long row_stride, long count, const W* packed, long inputs, long outputs, long first, long last,
     const float* bias, float* out, long out_stride) {
-    const long depth_block = count <= FEW_TILES * TILE_ROWS ? inputs : DEPTH_BLOCK;
+    // As even as possible: every block reads and writes the sums once more.
+    const long depth_blocks = count <= FEW_TILES * TILE_ROWS ? 1 : (inputs + DEPTH_BLOCK - 1) / DEPTH_BLOCK;
+    const long depth_block = (inputs + depth_blocks - 1) / depth_blocks;
     for (long row_begin = 0; row_begin < count; row_begin += ROW_BLOCK) {
         const long row_end = std::min(count, row_begin + ROW_BLOCK);
         // As even as possible: a tile of two rows takes nearly as long as one of four.
