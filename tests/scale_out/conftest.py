@@ -117,7 +117,7 @@ class Serving:
         return json.loads(self.nodes.prefill.run("python", "-m", "tests.scale_out.records"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     log = tmp_path_factory.mktemp("ray") / "ray.log"
     directories = [Path(tempfile.mkdtemp(prefix="ck-", dir="/tmp")) for _ in range(2)]
@@ -161,7 +161,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 Serve = Callable[..., AbstractContextManager[Serving]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def serve(nodes: Nodes, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """``crosskv serve`` with some flags, for as long as the context lasts."""
 
@@ -181,10 +181,10 @@ def serve(nodes: Nodes, model: Path, tmp_path_factory: pytest.TempPathFactory) -
             yield Serving(base_url, nodes)
             interrupt(process)
             assert process.wait(60) == 0
-            until(60, "the end of every actor", lambda: not nodes.ranks())
         finally:
-            process.kill()
+            kill(process)
             print(log.read_text())
+            until(60, "the end of every actor", lambda: not nodes.ranks())
 
     return serving
 
@@ -193,6 +193,15 @@ def interrupt(process: "subprocess.Popen[str]") -> None:
     """As Ctrl-C does. What entered the host's namespaces is a child of the process that was started."""
     for child in psutil.Process(process.pid).children():
         child.send_signal(signal.SIGINT)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    """If it has not ended by itself."""
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+        process.kill()
+        process.wait(20)
 
 
 def until(seconds: float, what: str, holds: Callable[[], bool]) -> None:
