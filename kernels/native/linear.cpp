@@ -3,7 +3,8 @@
 // A packed weight [outputs, inputs] is a sequence of panels of TILE_COLUMNS outputs, each [inputs][TILE_COLUMNS] and thus
 // contiguous in the order in which a product reads it (Goto and van de Geijn 2008); the last panel is filled up with
 // zeros. Threads share the panels. With one or few rows this reads every weight once, at the speed of memory; with many,
-// blocks of rows stay in the second-level cache and of a panel in the first.
+// a panel stays in the second-level cache while a block of rows passes by. Parts that fit the first would be read as fast,
+// but every part of the depth reads and writes the sums once more.
 #include <omp.h>
 
 #include <algorithm>
@@ -14,8 +15,8 @@
 
 namespace {
 
-constexpr long ROW_BLOCK = 32 * TILE_ROWS;
-constexpr long DEPTH_BLOCK = 320;
+constexpr long ROW_BLOCK = 64 * TILE_ROWS;
+constexpr long DEPTH_BLOCK = 2048;
 // So few tiles take as long as the memory does; they read a panel from end to end.
 constexpr long FEW_TILES = 4;
 constexpr int AHEAD = 2048;
@@ -102,7 +103,7 @@ template <typename W>
 void multiply_panels(
     const float* rows, long row_stride, long count, const W* packed, long inputs, long outputs, long first, long last,
     const float* bias, float* out, long out_stride) {
-    // As even as possible: every block reads and writes the sums once more.
+    // As even as possible.
     const long depth_blocks = count <= FEW_TILES * TILE_ROWS ? 1 : (inputs + DEPTH_BLOCK - 1) / DEPTH_BLOCK;
     const long depth_block = (inputs + depth_blocks - 1) / depth_blocks;
     for (long row_begin = 0; row_begin < count; row_begin += ROW_BLOCK) {
@@ -116,7 +117,7 @@ void multiply_panels(
                 const W* narrow = packed + (panel * inputs + depth_begin) * TILE_COLUMNS;
                 // Many tiles would each widen the same weights.
                 float wide[std::is_same_v<W, float> ? 1 : DEPTH_BLOCK * TILE_COLUMNS];
-                const bool is_widened = !std::is_same_v<W, float> && tiles > 2 && depth <= DEPTH_BLOCK;
+                const bool is_widened = !std::is_same_v<W, float> && tiles > FEW_TILES && depth <= DEPTH_BLOCK;
                 if (is_widened) convert_row(narrow, depth * TILE_COLUMNS, wide);
                 for (long t = 0; t < tiles; ++t) {
                     const long row = row_begin + t * (row_end - row_begin) / tiles;
