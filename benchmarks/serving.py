@@ -1,7 +1,8 @@
 """The same load for any OpenAI-compatible server, or for this one and others on the same machine by turns.
 
     python -m benchmarks.serving --url http://127.0.0.1:8000 [--rounds 3] [--injection RATE]
-    python -m benchmarks.serving --model DIR [--compare VENV] [--rounds 3] [--dtype bfloat16] [--systems NAME,...]
+    python -m benchmarks.serving --model DIR [--compare VENV] [--nixl DIR] [--rounds 3] [--dtype bfloat16]
+                                 [--systems NAME,...]
 
 With ``--url`` the load goes to a server that runs, under the first name that it lists as a model; a key is taken from
 ``OPENAI_API_KEY``. With ``--model`` systems are started one after another, as often as there are rounds, so that only
@@ -9,7 +10,8 @@ one is alive at a time and a slow hour is everybody's. ``DIR`` is a checkpoint w
 ``VENV`` is a virtual environment with vLLM's build for CPUs, which this project does not install; without it only this
 server is measured. *colocated* has every core; *disaggregated* is a prefill and a decode replica with one core each;
 *one core* is a whole engine on the last core. The load generator runs beside them, as a client on the same machine
-does.
+does. With ``--nixl`` vLLM's prefill and decode servers with NIXL between them are there as well, as shipped and with
+every thread on its server's own core: see ``benchmarks/nixl_pair.py``, also for what ``DIR`` is.
 
 W1 is one client, 128 tokens in and 128 out. W2 eight clients, 256 in, 128 out, 32 requests. W4 one client, 2,000 in,
 one out, three times. W3b four clients, each with two requests of 64 in and 256 out; W3 the same while prompts of 1,500
@@ -98,7 +100,7 @@ class Figures:
     injected_ttft: float
 
 
-def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
+def systems(model: str, vllm: Path | None, nixl: Path | None, dtype: str) -> list[System]:
     """All that can be started here."""
     cores = sorted(os.sched_getaffinity(0))
     own = (
@@ -112,13 +114,20 @@ def systems(model: str, vllm: Path | None, dtype: str) -> list[System]:
     if vllm is not None:
         command = (
             *(str(vllm / "bin" / "vllm"), "serve", model, "--served-model-name", "m", "--dtype", dtype),
-            *("--port", str(PORT), "--no-enable-prefix-caching", "--max-model-len", "4096"),
+            *("--no-enable-prefix-caching", "--max-model-len", "4096"),
         )
+        alone = (*command, "--port", str(PORT))
         every = f"{cores[0]}-{cores[-1]}"
         found += [
-            System("vLLM colocated", command, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": every}),
-            System("vLLM one core", command, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(cores[-1])}),
+            System("vLLM colocated", alone, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": every}),
+            System("vLLM one core", alone, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(cores[-1])}),
         ]
+        if nixl is not None:
+            pair = (sys.executable, "-m", "benchmarks.nixl_pair", "--port", str(PORT), "--nixl", str(nixl))
+            found += [
+                System("vLLM pair over NIXL", (*pair, "--", *command), VLLM_ENVIRONMENT),
+                System("vLLM pair, re-pinned", (*pair, "--pin", "--", *command), VLLM_ENVIRONMENT),
+            ]
     return found
 
 
@@ -286,6 +295,7 @@ def main() -> None:
     target.add_argument("--url", help="a server that runs, without /v1")
     target.add_argument("--model", help="a checkpoint to start servers with")
     parser.add_argument("--compare", type=Path, metavar="VENV", help="where vLLM's build for CPUs is")
+    parser.add_argument("--nixl", type=Path, metavar="DIR", help="where NIXL is, for vLLM's pair; only with --compare")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--injection", type=float, help="prompts per second for W3; measured if not given")
@@ -294,7 +304,7 @@ def main() -> None:
     if arguments.url is not None:
         measured = measure_running(arguments.url.rstrip("/"), arguments.rounds, arguments.injection)
     else:
-        known = {one.name: one for one in systems(arguments.model, arguments.compare, arguments.dtype)}
+        known = {one.name: one for one in systems(arguments.model, arguments.compare, arguments.nixl, arguments.dtype)}
         names = arguments.systems.split(",") if arguments.systems else list(known)
         if unknown := [name for name in names if name not in known]:
             parser.error(f"--systems {unknown[0]}: there are {', '.join(known)}")
