@@ -16,7 +16,8 @@ every thread on its server's own core: see ``benchmarks/nixl_pair.py``, also for
 W1 is one client, 128 tokens in and 128 out. W2 eight clients, 256 in, 128 out, 32 requests. W4 one client, 2,000 in,
 one out, three times. W3b four clients, each with two requests of 64 in and 256 out; W3 the same while prompts of 1,500
 tokens with one output token arrive at even intervals, at 0.8 of what the first system of the first round, whose prefill
-has one core, completes one after another; every system gets the same rate, or that of ``--injection`` per second.
+has one core, completes one after another; every system gets the same rate, or that of ``--injection`` per second. A
+peer that has only one core for prompts and slower ones for them would never come to the end of it, and gets no W3.
 Figures are medians of the rounds; memory is the sum of the proportional set sizes of a system's processes after W2.
 Prints a table and writes ``bench-results/serving.json``.
 """
@@ -69,11 +70,12 @@ VLLM_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A server to start: its command line and what it adds to the environment."""
+    """A server to start: its command line, what it adds to the environment, and whether it can take W3's prompts."""
 
     name: str
     command: tuple[str, ...]
     environment: dict[str, str]
+    injects: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One round of one system. Times in milliseconds, memory in bytes; None of a server that was not started here."""
+    """One round of one system. Times in milliseconds, memory in bytes. None: not started here, or no W3."""
 
     start_s: float | None
     w1_tokens_per_s: float
@@ -95,9 +97,9 @@ class Figures:
     w4_ttft: float
     memory: int | None
     w3b_itl_p99: float
-    w3_itl_p99: float
-    injected: int
-    injected_ttft: float
+    w3_itl_p99: float | None
+    injected: int | None
+    injected_ttft: float | None
 
 
 def systems(model: str, vllm: Path | None, nixl: Path | None, dtype: str) -> list[System]:
@@ -120,13 +122,15 @@ def systems(model: str, vllm: Path | None, nixl: Path | None, dtype: str) -> lis
         every = f"{cores[0]}-{cores[-1]}"
         found += [
             System("vLLM colocated", alone, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": every}),
-            System("vLLM one core", alone, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(cores[-1])}),
+            System(
+                "vLLM one core", alone, VLLM_ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": str(cores[-1])}, injects=False
+            ),
         ]
         if nixl is not None:
             pair = (sys.executable, "-m", "benchmarks.nixl_pair", "--port", str(PORT), "--nixl", str(nixl))
             found += [
-                System("vLLM pair over NIXL", (*pair, "--", *command), VLLM_ENVIRONMENT),
-                System("vLLM pair, re-pinned", (*pair, "--pin", "--", *command), VLLM_ENVIRONMENT),
+                System("vLLM pair over NIXL", (*pair, "--", *command), VLLM_ENVIRONMENT, injects=False),
+                System("vLLM pair, re-pinned", (*pair, "--pin", "--", *command), VLLM_ENVIRONMENT, injects=False),
             ]
     return found
 
@@ -213,15 +217,17 @@ def memory_of(process: int) -> int:
     return sum(one.memory_full_info().pss for one in tree)
 
 
-def measure(target: Target, *, round_number: int, injection: float, started: Started | None = None) -> Figures:
-    """One round."""
+def measure(target: Target, *, round_number: int, injection: float | None, started: Started | None = None) -> Figures:
+    """One round; without W3 if ``injection`` is None."""
     load(target, prompts(2, 64, 16, 0), 2)
     one = load(target, prompts(1, 128, 128, 10 + round_number), 1)
     eight = load(target, prompts(32, 256, 128, 20 + round_number), 8)
     memory = None if started is None else memory_of(started.process)
     long = load(target, prompts(3, 2000, 1, 30 + round_number), 1)
     quiet = load(target, prompts(STREAMS, 64, 256, 40 + round_number), 4)
-    disturbed, injected = asyncio.run(load_with_injection(target, injection, 1000 * (1 + round_number)))
+    disturbed, injected = None, None
+    if injection is not None:
+        disturbed, injected = asyncio.run(load_with_injection(target, injection, 1000 * (1 + round_number)))
     return Figures(
         start_s=None if started is None else started.seconds,
         w1_tokens_per_s=one.output_tokens / one.duration_s,
@@ -230,9 +236,9 @@ def measure(target: Target, *, round_number: int, injection: float, started: Sta
         w4_ttft=long.ttft_ms.p50 or 0.0,
         memory=memory,
         w3b_itl_p99=quiet.itl_ms.p99 or 0.0,
-        w3_itl_p99=disturbed.itl_ms.p99 or 0.0,
-        injected=injected.requests,
-        injected_ttft=injected.ttft_ms.p50 or 0.0,
+        w3_itl_p99=None if disturbed is None else disturbed.itl_ms.p99,
+        injected=None if injected is None else injected.requests,
+        injected_ttft=None if injected is None else injected.ttft_ms.p50,
     )
 
 
@@ -259,7 +265,8 @@ def measure_started(chosen: Sequence[System], rounds: int, injection: float | No
             log = RESULTS.parent / "logs" / f"{system.name.replace(' ', '-')}-{number}.log"
             with running(system, log) as started:
                 injection = injection or measured_injection(target)
-                figures = measure(target, round_number=number, injection=injection, started=started)
+                own = injection if system.injects else None
+                figures = measure(target, round_number=number, injection=own, started=started)
             measured[system.name].append(reported(system.name, figures))
     return measured
 
