@@ -2,11 +2,13 @@
 
 Built when an engine starts: opens the checkpoint, builds and loads the model, plans the cache, allocates it, and binds
 each layer's views. Then it computes steps and copies, packs and unpacks blocks until the process ends. It is called
-from the engine's thread only, which makes that thread the one writer of the pages.
+from the engine's thread only, which makes that thread the one writer of the pages. An engine has it made by
+``load_model_runner``.
 """
 
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -321,6 +323,17 @@ class _Run:
         assert isinstance(self.region, TokenRegion)
         shape = (self.region.parts, len(self.head_range), -1, self.region.head_dim)
         return [part.view(self.region.dtype).view(shape) for part in self.parts]
+
+
+def load_model_runner(config: EngineConfig, group: RankGroup = SOLO, *, fill: int = 0) -> ModelRunner:
+    """A runner that was made on a thread which has ended, and the threads that helped it with it.
+
+    GNU OpenMP counts those of every thread that has computed and still lives. As soon as they are more than cores, the
+    engine's own sleep in the kernel wherever they wait for each other, which a step of a small model does so often that
+    it takes three times as long.
+    """
+    with ThreadPoolExecutor(1, "load") as pool:
+        return pool.submit(ModelRunner, config, group, fill=fill).result()
 
 
 def _without_memory(context: ModelContext) -> ModelContext:

@@ -31,7 +31,7 @@ from worker.grammar.vocabulary import VocabularySource
 from worker.heap import keep_freed_memory
 from worker.inbox import Inbox
 from worker.incoming_transfers import IncomingTransfers
-from worker.model_runner import ModelRunner
+from worker.model_runner import ModelRunner, load_model_runner
 from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_connector import PrefillConnector
 from worker.prefill_engine import PrefillEngine
@@ -77,7 +77,7 @@ class Replica:
         self._strangers = Strangers() if followers is None else followers.strangers
         self._followers = followers
         self._step_timeout = config.step_timeout
-        runner = ModelRunner(config, _rank_group(config, followers), fill=fill)
+        runner = load_model_runner(config, _rank_group(config, followers), fill=fill)
         inbox: Inbox[Any] = Inbox()
         self._inbox = inbox
         self._connector: PrefillConnector | None = None

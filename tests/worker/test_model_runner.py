@@ -1,6 +1,8 @@
 """What a model runner does with blocks as bytes: packs them for a transfer, unpacks them, copies and clears them."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Collection
 from collections.abc import Sequence as ListOf
@@ -180,3 +182,28 @@ def test_a_runner_that_nobody_has_any_more_leaves_no_memory_behind(tmp_path: Pat
         assert model() is None
     finally:
         gc.enable()
+
+
+LOADS = """
+import sys
+import time
+import psutil
+import torch
+from worker.config import EngineConfig, Role
+from worker.model_runner import load_model_runner
+
+torch.set_num_threads(2)
+before = psutil.Process().num_threads()
+load_model_runner(EngineConfig(sys.argv[1], Role.COLOCATED, dtype="float32", kv_cache_memory=1 << 22))
+deadline = time.monotonic() + 10
+while (more := psutil.Process().num_threads() - before) and time.monotonic() < deadline:
+    time.sleep(0.02)
+print(more)
+"""
+
+
+def test_threads_that_helped_to_load_are_gone(tmp_path: Path) -> None:
+    """In a process of its own, in which nothing has been computed before."""
+    directory = FAMILIES["gemma3"].write(tmp_path / "model")
+    loaded = subprocess.run([sys.executable, "-c", LOADS, str(directory)], check=True, capture_output=True, text=True)
+    assert int(loaded.stdout) == 0

@@ -28,7 +28,7 @@ from worker.dtype import choose_device
 from worker.heap import keep_freed_memory
 from worker.inbox import Inbox
 from worker.incoming_transfers import IncomingTransfers, RankReceived
-from worker.model_runner import ModelRunner
+from worker.model_runner import load_model_runner
 from worker.outgoing_transfers import OutgoingTransfers
 from worker.prefill_peers import PeerRefused, PrefillPeers
 from worker.ranks.command_wire import MAX_COMMAND_BYTES, decode_command, name_message
@@ -76,7 +76,7 @@ class Follower:
         ranks, host = config.tensor_parallel_size, config.advertised_host
         store = GroupStore(self._channel.unary_unary(STORE_METHOD), patience=JOIN_SECONDS)
         group = TorchRankGroup(store, rank, ranks, choose_device(config.device), host)
-        runner = ModelRunner(config, group, fill=fill)
+        runner = load_model_runner(config, group, fill=fill)
         pairs = GroupSettings(host, runner.device) if config.transport is Transport.TORCH else None
         self._server: PrefillServer | None = None
         self._connections: queue.SimpleQueue[ConnectPeer | ForgetPeer | None] = queue.SimpleQueue()
