@@ -171,6 +171,11 @@ class ClusterConfig(BaseSettings):
         0, ge=0, description="Decode replicas prefill uncached suffixes up to this many tokens themselves."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per rank. Default: a fair share.")
+    bind_cores: bool = Field(
+        False,
+        description="Give the threads of each rank cores of their own, if enough are free. Not where containers share "
+        "cores: they do not see each other's ranks.",
+    )
     max_prefill_streams: int = Field(16, ge=1, le=1024, description="Prompts that one prefill replica accepts at once.")
     transport: Transport = Field(
         Transport.GRPC,
@@ -369,6 +374,7 @@ class ClusterConfig(BaseSettings):
             token_timeout=self.token_timeout,
             step_timeout=self.step_timeout,
             threads=self.threads,
+            bind_cores=self.bind_cores,
             advertised_host=self.advertised_host,
             tensor_parallel_size=self.ranks_of(role),
             cluster_token_file=self.cluster_token_file,

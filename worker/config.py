@@ -34,7 +34,7 @@ class EngineConfig:
     later ones are computed, in pieces of ``min_piece_bytes`` or more. ``token`` is what callers of every port must
     have; whoever carries the engine reads it from ``cluster_token_file``, if there is one, on the engine's machine.
     A request that is not admitted within ``queue_timeout`` is refused. A replica that is to end finishes what it has
-    within ``drain_seconds``. ``cuda_graphs`` allows ``worker.cuda_graphs``.
+    within ``drain_seconds``. ``cuda_graphs`` allows ``worker.cuda_graphs``, ``bind_cores`` asks for ``worker.cores``.
     """
 
     model: str
@@ -63,6 +63,7 @@ class EngineConfig:
     step_timeout: float = 120.0
     drain_seconds: float = 30.0
     threads: int | None = None
+    bind_cores: bool = False
     advertised_host: str = "127.0.0.1"
     transport: Transport = Transport.GRPC
     tensor_parallel_size: int = 1

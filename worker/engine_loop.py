@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from worker.cores import Cores
 from worker.inbox import Inbox
 from worker.wire import engine_pb2 as wire
 
@@ -52,10 +53,11 @@ class Engine(Protocol[Event_contra]):
 
 
 class EngineLoop(Generic[Event]):
-    """One thread for one engine."""
+    """One thread for one engine, on its ``cores``."""
 
-    def __init__(self, engine: Engine[Event], inbox: Inbox[Event]) -> None:
+    def __init__(self, engine: Engine[Event], inbox: Inbox[Event], cores: Cores) -> None:
         self._engine = engine
+        self._cores = cores
         self._inbox = inbox
         self._stopping = threading.Event()
         self._beat = time.monotonic()
@@ -84,6 +86,7 @@ class EngineLoop(Generic[Event]):
 
     def _run(self) -> None:
         try:
+            self._cores.bind()
             with torch.inference_mode():
                 self._loop()
         except BaseException as error:

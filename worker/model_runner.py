@@ -23,6 +23,7 @@ from kv_transfer.layout import Piece
 from kv_transfer.rank_pair import HeadRange, PairLayout, heads_of
 from worker.checkpoint.checkpoint import open_checkpoint
 from worker.config import EngineConfig, Role
+from worker.cores import Cores
 from worker.dtype import choose_device, choose_dtype
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
@@ -325,14 +326,14 @@ class _Run:
         return [part.view(self.region.dtype).view(shape) for part in self.parts]
 
 
-def load_model_runner(config: EngineConfig, group: RankGroup = SOLO, *, fill: int = 0) -> ModelRunner:
-    """A runner that was made on a thread which has ended, and the threads that helped it with it.
+def load_model_runner(config: EngineConfig, group: RankGroup, cores: Cores, *, fill: int = 0) -> ModelRunner:
+    """A runner that was made on a thread on ``cores`` which has ended, and the threads that helped it with it.
 
     GNU OpenMP counts those of every thread that has computed and still lives. As soon as they are more than cores, the
     engine's own sleep in the kernel wherever they wait for each other, which a step of a small model does so often that
     it takes three times as long.
     """
-    with ThreadPoolExecutor(1, "load") as pool:
+    with ThreadPoolExecutor(1, "load", cores.bind) as pool:
         return pool.submit(ModelRunner, config, group, fill=fill).result()
 
 

@@ -22,6 +22,7 @@ from kv_transfer.staging import StagingBudget
 from kv_transfer.strangers import Strangers
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
+from worker.cores import Cores
 from worker.decode_engine import DecodeEngine
 from worker.dtype import choose_device
 from worker.engine_loop import EngineLoop
@@ -77,7 +78,8 @@ class Replica:
         self._strangers = Strangers() if followers is None else followers.strangers
         self._followers = followers
         self._step_timeout = config.step_timeout
-        runner = load_model_runner(config, _rank_group(config, followers), fill=fill)
+        self._cores = Cores.claim(config.threads or 1) if config.bind_cores else Cores()
+        runner = load_model_runner(config, _rank_group(config, followers), self._cores, fill=fill)
         inbox: Inbox[Any] = Inbox()
         self._inbox = inbox
         self._connector: PrefillConnector | None = None
@@ -95,7 +97,7 @@ class Replica:
                 engine = DecodeEngine(config, runner, team, incarnation, grammars=grammars)
         if followers is not None:
             followers.wait(runner.num_blocks, inbox.put)
-        self._loop: EngineLoop[Any] = EngineLoop(engine, inbox)
+        self._loop: EngineLoop[Any] = EngineLoop(engine, inbox, self._cores)
         host = config.advertised_host
         self._sessions = SessionServer(inbox.put, host=host, token=config.token, strangers=self._strangers)
         self._loop.start()

@@ -59,6 +59,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "dtype": ("float32", "float16"),
     "device": ("cpu", "cuda:1"),
     "cuda_graphs": (False, False),
+    "bind_cores": (True, True),
     "kv_sharing": ("none", "every:2"),
     "block_size": (8, 32),
     "kv_cache_memory": (1 << 20, 2 << 20),

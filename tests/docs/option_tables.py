@@ -30,6 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "prefill_tensor_parallel_size",
         "front_ends",
         "threads",
+        "bind_cores",
         "placement",
         "ray_address",
         "advertised_host",

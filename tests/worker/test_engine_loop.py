@@ -7,6 +7,7 @@ import torch
 
 from tests.tiny_checkpoints import write_tiny
 from worker.config import EngineConfig, Role
+from worker.cores import Cores
 from worker.decode_engine import DecodeEngine
 from worker.engine_loop import EngineLoop
 from worker.inbox import Inbox
@@ -67,7 +68,7 @@ class Recorder:
 
 def run(*events: str) -> tuple[Recorder, EngineLoop[str]]:
     engine, inbox = Recorder(), Inbox[str]()
-    loop = EngineLoop(engine, inbox)
+    loop = EngineLoop(engine, inbox, Cores())
     for event in events:
         inbox.put(event)
     loop.start()

@@ -190,11 +190,14 @@ import time
 import psutil
 import torch
 from worker.config import EngineConfig, Role
+from worker.cores import Cores
 from worker.model_runner import load_model_runner
+from worker.ranks.rank_group import SOLO
 
 torch.set_num_threads(2)
 before = psutil.Process().num_threads()
-load_model_runner(EngineConfig(sys.argv[1], Role.COLOCATED, dtype="float32", kv_cache_memory=1 << 22))
+config = EngineConfig(sys.argv[1], Role.COLOCATED, dtype="float32", kv_cache_memory=1 << 22)
+load_model_runner(config, SOLO, Cores())
 deadline = time.monotonic() + 10
 while (more := psutil.Process().num_threads() - before) and time.monotonic() < deadline:
     time.sleep(0.02)

@@ -24,6 +24,7 @@ from kv_transfer.staging import StagingBudget
 from kv_transfer.transfer import PieceArrived, TransferEnded
 from kv_transfer.transport import Transport
 from worker.config import EngineConfig, Role
+from worker.cores import Cores
 from worker.dtype import choose_device
 from worker.heap import keep_freed_memory
 from worker.inbox import Inbox
@@ -76,7 +77,8 @@ class Follower:
         ranks, host = config.tensor_parallel_size, config.advertised_host
         store = GroupStore(self._channel.unary_unary(STORE_METHOD), patience=JOIN_SECONDS)
         group = TorchRankGroup(store, rank, ranks, choose_device(config.device), host)
-        runner = load_model_runner(config, group, fill=fill)
+        self._cores = Cores.claim(config.threads or 1) if config.bind_cores else Cores()
+        runner = load_model_runner(config, group, self._cores, fill=fill)
         pairs = GroupSettings(host, runner.device) if config.transport is Transport.TORCH else None
         self._server: PrefillServer | None = None
         self._connections: queue.SimpleQueue[ConnectPeer | ForgetPeer | None] = queue.SimpleQueue()
@@ -137,6 +139,7 @@ class Follower:
     def run(self) -> None:
         """Follow until the leader ends. Raises what made that impossible."""
         try:
+            self._cores.bind()
             with torch.inference_mode():
                 while self._turn():
                     pass

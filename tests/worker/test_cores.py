@@ -1,0 +1,67 @@
+"""Cores belong to one rank at a time, for as long as its process lives."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from worker.cores import Cores
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from worker.cores import Cores
+cores = Cores.claim(1, Path(sys.argv[1]))
+print(*cores.numbers, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nobody_has_what_another_process_has_until_it_is_killed(tmp_path: Path) -> None:
+    every = os.sched_getaffinity(0)
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIMS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = int(other.stdout.readline())
+        assert theirs in every
+        rest = Cores.claim(len(every) - 1, tmp_path)
+        assert rest.numbers == every - {theirs}
+        assert Cores.claim(1, tmp_path).numbers == frozenset()
+        other.kill()
+    assert Cores.claim(1, tmp_path).numbers == {theirs}
+    rest.close()
+
+
+def test_who_finds_too_few_takes_none(tmp_path: Path) -> None:
+    every = os.sched_getaffinity(0)
+    assert Cores.claim(len(every) + 1, tmp_path).numbers == frozenset()
+    whole = Cores.claim(len(every), tmp_path)
+    assert whole.numbers == every
+    whole.close()
+
+
+def test_only_the_thread_that_is_bound_is_bound(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    cores = Cores.claim(1, tmp_path)
+    seen: list[set[int]] = []
+
+    def run() -> None:
+        cores.bind()
+        child = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        child.start()
+        child.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [cores.numbers]
+    assert os.sched_getaffinity(0) == before
+    cores.close()
+
+
+def test_a_rank_that_was_not_told_to_runs_anywhere() -> None:
+    before = os.sched_getaffinity(0)
+    Cores().bind()
+    assert os.sched_getaffinity(0) == before
