@@ -56,12 +56,26 @@ const T* page(const T* cache, const Problem& problem, const Segment& segment, lo
     return cache + block * p.stride + ((part * p.kv_heads + head) * p.block_size + token % p.block_size) * p.head_dim;
 }
 
+// Where the page of a token begins that is used next, which is asked for a little with every use of this one: at a page's
+// end the processor stops reading ahead, and asking for all of it at once makes it wait. Behind the last, the last.
+template <typename T>
+const T* page_after(const T* cache, const Problem& problem, const Segment& segment, long token, long part, long head) {
+    return page(cache, problem, segment, std::min(token, segment.end - 1), part, head);
+}
+
+// Asks for the memory of some numbers.
+template <typename T>
+void ask_for(const T* from, long count) {
+    for (long i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+}
+
 // Scores of some neighbouring tokens for R rows: products along the head, four tokens at a time.
 template <int R, typename T>
-void score_run(const float* queries, const T* keys, long width, long run, float* scores) {
+void score_run(const float* queries, const T* keys, const T* next, long width, long run, float* scores) {
     const long whole = width / LANES * LANES;
     long i = 0;
     for (; i + 4 <= run; i += 4) {
+        ask_for(next + i * width, 4 * width);
         Floats products[R][4] = {};
         for (long d = 0; d < whole; d += LANES) {
             Floats key[4];
@@ -93,10 +107,13 @@ void score_run(const float* queries, const T* keys, long width, long run, float*
 
 // sums += weights x values of some neighbouring tokens for R rows.
 template <int R, typename T>
-void add_run(const float* weights, const T* values, long width, long run, float* sums, long sum_stride) {
+void add_run(
+    const float* weights, const T* values, const T* next, long width, long run, float* sums, long sum_stride) {
     constexpr int VECTORS = R > 2 ? 2 : 4;
     long d = 0;
     for (; d + VECTORS * LANES <= width; d += VECTORS * LANES) {
+        const long part = run * VECTORS * LANES;
+        ask_for(next + d / (VECTORS * LANES) * part, part);
         Floats totals[R][VECTORS] = {};
         for (long i = 0; i < run; ++i) {
             Floats value[VECTORS];
@@ -139,8 +156,9 @@ void score_few(
     for (long t = 0, run; t < count; t += run) {
         const T* keys = page(cache, problem, segment, first + t, 0, head);
         run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+        const T* next = page_after(cache, problem, segment, first + t + run, 0, head);
         by_few_rows(rows, [&](long row, auto some) {
-            score_run<some()>(queries + row * width, keys, width, run, scores + row * KEY_TILE + t);
+            score_run<some()>(queries + row * width, keys, next, width, run, scores + row * KEY_TILE + t);
         });
     }
 }
@@ -155,9 +173,10 @@ void add_few(
         for (long t = 0, run; t < count; t += run) {
             const T* values = page(cache, problem, segment, first + t, part, head);
             run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+            const T* next = page_after(cache, problem, segment, first + t + run, part, head);
             by_few_rows(rows, [&](long row, auto some) {
                 add_run<some()>(
-                    weights + row * KEY_TILE + t, values, width, run, sums + row * wide + (part - 1) * width, wide);
+                    weights + row * KEY_TILE + t, values, next, width, run, sums + row * wide + (part - 1) * width, wide);
             });
         }
     }

@@ -6,6 +6,7 @@ and are widened on the way into registers, so 16-bit weights cost half the memor
 
 import torch
 
+from kernels.huge_pages import empty_in_huge_pages
 from kernels.native.library import INTEGER, POINTER, function, library
 
 
@@ -25,7 +26,7 @@ class PackedMatrix:
         )
         size = library()["packed_size"]
         size.argtypes, size.restype = (INTEGER, INTEGER), INTEGER
-        self._packed = torch.empty(size(self._outputs, self._inputs), dtype=weight.dtype)
+        self._packed = empty_in_huge_pages(size(self._outputs, self._inputs), weight.dtype)
         pack(rows.data_ptr(), rows.stride(0), self._outputs, self._inputs, self._packed.data_ptr())
 
     def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kernels.huge_pages import empty_in_huge_pages
 from worker.kv_cache.groups import Buffer, CachedLayer, CachePlan
 from worker.kv_cache.specs import KVCacheSpec, LayerName, TokenRegion
 
@@ -20,10 +21,10 @@ def allocate_kv_cache_tensors(
     plan: CachePlan, num_blocks: int, device: torch.device, fill: int = 0
 ) -> dict[Buffer, torch.Tensor]:
     """Raw uint8 memory per buffer, ``num_blocks * page_bytes`` long, every byte ``fill``."""
-    return {
-        buffer: torch.full((num_blocks * buffer.page_bytes,), fill, dtype=torch.uint8, device=device)
-        for buffer in plan.buffers
-    }
+    sizes = {buffer: num_blocks * buffer.page_bytes for buffer in plan.buffers}
+    if device.type == "cpu":
+        return {buffer: empty_in_huge_pages(size, torch.uint8).fill_(fill) for buffer, size in sizes.items()}
+    return {buffer: torch.full((size,), fill, dtype=torch.uint8, device=device) for buffer, size in sizes.items()}
 
 
 def reshape_kv_cache_tensors(
