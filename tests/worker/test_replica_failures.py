@@ -237,7 +237,9 @@ def test_deadlines_end_requests_at_every_stage(tiny_llama: TinyLlama, engine_pro
             assert failure.value.kind == wire.ERROR_KIND_TIMEOUT
         tiny_llama.require_greedy(prompt, lasting.result())
         assert client.settled().counters.requests_failed == 3
-        assert pair.prefill.settled().counters.requests_aborted == 1
+        # Told by the decode replica, or by its own clock, whichever is first.
+        counters = pair.prefill.settled().counters
+        assert counters.requests_aborted + counters.requests_failed == 1
 
 
 def test_a_full_queue_refuses(tiny_llama: TinyLlama, engine_processes: EngineProcesses) -> None:
