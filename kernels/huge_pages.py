@@ -22,9 +22,9 @@ def empty_in_huge_pages(count: int, dtype: torch.dtype) -> torch.Tensor:
     if sys.platform != "linux" or size < HUGE_PAGE:
         return torch.empty(count, dtype=dtype)
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapped = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -mapped.data_ptr() % HUGE_PAGE
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     with suppress(OSError):
         # A kernel that was built without them says no.
         memory.madvise(mmap.MADV_HUGEPAGE, begin, size // HUGE_PAGE * HUGE_PAGE)
-    return mapped[begin : begin + size].view(dtype)
+    # Its storage begins with it, unlike that of a part of something larger: views are taken at offsets of the storage.
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)

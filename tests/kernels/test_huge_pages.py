@@ -16,6 +16,7 @@ def test_every_element_is_its_own(size: int, dtype: torch.dtype) -> None:
     first, second = empty_in_huge_pages(count, dtype), empty_in_huge_pages(count, dtype)
     assert first.shape == second.shape == (count,)
     assert first.dtype is dtype
+    assert first.storage_offset() == 0
     first.copy_(torch.arange(count).remainder(100).to(dtype))
     second.zero_()
     assert torch.equal(first, torch.arange(count).remainder(100).to(dtype))
