@@ -30,6 +30,9 @@ class Cores:
     def claim(cls, count: int, directory: Path = DIRECTORY) -> Self:
         """Claim ``count`` of those that this process may use and no other rank has."""
         directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.lstat().st_uid != os.getuid():
+            log.warning("%s is somebody else's: the threads run anywhere", directory)
+            return cls()
         with ExitStack() as locks:
             # Two that claim at once could each get too few.
             _lock(directory / "turn", locks, fcntl.LOCK_EX)

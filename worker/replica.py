@@ -230,6 +230,7 @@ class Replica:
         self._sessions.stop(grace)
         if self._followers is not None:
             self._followers.stop()
+        self._cores.close()
 
 
 def new_incarnation(role: Role) -> str:

@@ -245,3 +245,4 @@ class Follower:
             self._server.stop(TRANSFER_GRACE)
         self._connections.put(None)
         self._channel.close()
+        self._cores.close()
