@@ -130,7 +130,7 @@ def systems(model: str, vllm: Path | None, nixl: Path | None, dtype: str) -> lis
             pair = (sys.executable, "-m", "benchmarks.nixl_pair", "--port", str(PORT), "--nixl", str(nixl))
             found += [
                 System("vLLM pair over NIXL", (*pair, "--", *command), VLLM_ENVIRONMENT, injects=False),
-                System("vLLM pair, re-pinned", (*pair, "--pin", "--", *command), VLLM_ENVIRONMENT, injects=False),
+                System("vLLM pair re-pinned", (*pair, "--pin", "--", *command), VLLM_ENVIRONMENT, injects=False),
             ]
     return found
 

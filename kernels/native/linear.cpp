@@ -2,9 +2,10 @@
 //
 // A packed weight [outputs, inputs] is a sequence of panels of TILE_COLUMNS outputs, each [inputs][TILE_COLUMNS] and thus
 // contiguous in the order in which a product reads it (Goto and van de Geijn 2008); the last panel is filled up with
-// zeros. Threads share the panels. With one or few rows this reads every weight once, at the speed of memory; with many,
-// a panel stays in the second-level cache while a block of rows passes by. Parts that fit the first would be read as fast,
-// but every part of the depth reads and writes the sums once more.
+// zeros. Threads share the panels. A single tile of rows reads every weight once, at the speed of memory. With several, a
+// panel stays in the second-level cache while they pass by, and each asks for its share of the next one meanwhile, so that
+// memory works while they do. Parts that fit the first-level cache would gain nothing, but every part of the depth reads
+// and writes the sums once more.
 #include <omp.h>
 
 #include <algorithm>
@@ -17,9 +18,8 @@ namespace {
 
 constexpr long ROW_BLOCK = 64 * TILE_ROWS;
 constexpr long DEPTH_BLOCK = 2048;
-// So few tiles take as long as the memory does; they read a panel from end to end.
-constexpr long FEW_TILES = 4;
-constexpr int AHEAD = 2048;
+// Bytes by which a single tile is ahead of itself.
+constexpr long AHEAD = 2048;
 constexpr long SUM_DEPTH = 128;
 
 // What this thread calculates in. It grows to the largest product's size and stays.
@@ -37,32 +37,42 @@ void convert_row(const From* from, long width, To* to) {
 
 // totals += products of M rows and some columns.
 template <int M, typename W>
-void add_products(const float* rows, long row_stride, const W* panel, long depth, Floats (&totals)[M][TILE_VECTORS]) {
+inline void add_products(
+    const float* rows, long row_stride, const W* panel, long depth, Ahead ahead, Floats (&totals)[M][TILE_VECTORS]) {
     Floats sums[M][TILE_VECTORS] = {};
     if constexpr (M == 1) {
         // A single row has too few sums to hide an addition's latency: it takes turns with a second set. Of its weights
         // it wants more per instruction than others; asking ahead pays only while they have to be widened.
-        constexpr int ahead = std::is_same_v<W, float> ? 0 : AHEAD;
+        constexpr bool asks = !std::is_same_v<W, float>;
         Floats others[1][TILE_VECTORS] = {};
         long k = 0;
         for (; k + 2 <= depth; k += 2) {
-            multiply_tile<1, ahead>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, 1, sums);
-            multiply_tile<1>(rows + k + 1, row_stride, panel + (k + 1) * TILE_COLUMNS, TILE_COLUMNS, 1, others);
+            const float* row = rows + k;
+            const W* columns = panel + k * TILE_COLUMNS;
+            multiply_tile<1, asks>(row, row_stride, columns, TILE_COLUMNS, 1, sums, ahead.from(k));
+            multiply_tile<1>(row + 1, row_stride, columns + TILE_COLUMNS, TILE_COLUMNS, 1, others);
         }
         multiply_tile<1>(rows + k, row_stride, panel + k * TILE_COLUMNS, TILE_COLUMNS, depth - k, sums);
         for (int v = 0; v < TILE_VECTORS; ++v) sums[0][v] += others[0][v];
     } else {
-        multiply_tile<M, AHEAD>(rows, row_stride, panel, TILE_COLUMNS, depth, sums);
+        multiply_tile<M, true>(rows, row_stride, panel, TILE_COLUMNS, depth, sums, ahead);
     }
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < TILE_VECTORS; ++v) totals[m][v] += sums[m][v];
+}
+
+// The same, called: registers that the totals would have meanwhile are wanted for columns.
+template <int M, typename W>
+[[gnu::noinline]] void add_products_apart(
+    const float* rows, long row_stride, const W* panel, long depth, Ahead ahead, Floats (&totals)[M][TILE_VECTORS]) {
+    add_products<M>(rows, row_stride, panel, depth, ahead, totals);
 }
 
 // One tile of sums, begun with what is in `out` or with the bias. Only `columns` of its TILE_COLUMNS exist.
 template <int M, typename W>
 void tile(
     const float* rows, long row_stride, const W* panel, long depth, float* out, long out_stride, long columns, bool is_begun,
-    const float* bias) {
+    const float* bias, Ahead ahead) {
     Floats sums[M][TILE_VECTORS] = {};
     if (is_begun || bias != nullptr) {
         for (int m = 0; m < M; ++m) {
@@ -75,8 +85,12 @@ void tile(
         }
     }
     // A sum of many small ones is closer to the true one than a single long sum.
-    for (long first = 0; first < depth; first += SUM_DEPTH)
-        add_products<M>(rows + first, row_stride, panel + first * TILE_COLUMNS, std::min(SUM_DEPTH, depth - first), sums);
+    for (long first = 0; first < depth; first += SUM_DEPTH) {
+        // A whole tile's sums leave none for totals anyway.
+        constexpr auto add = M == TILE_ROWS ? add_products<M, W> : add_products_apart<M, W>;
+        const W* columns = panel + first * TILE_COLUMNS;
+        add(rows + first, row_stride, columns, std::min(SUM_DEPTH, depth - first), ahead.from(first), sums);
+    }
     for (int m = 0; m < M; ++m) {
         float* to = out + m * out_stride;
         if (columns == TILE_COLUMNS) {
@@ -88,7 +102,7 @@ void tile(
 }
 
 template <typename W>
-using Tile = void (*)(const float*, long, const W*, long, float*, long, long, bool, const float*);
+using Tile = void (*)(const float*, long, const W*, long, float*, long, long, bool, const float*, Ahead);
 
 template <typename W>
 constexpr Tile<W> TILES[] = {
@@ -98,27 +112,33 @@ constexpr Tile<W> TILES[] = {
 #endif
 };
 
+// What tile `t` of `tiles` asks for while it works on a panel's part of some depth, which begins at `weights`.
+template <typename W>
+Ahead ahead_of(const W* weights, long depth, long t, long tiles) {
+    constexpr long line = TILE_COLUMNS * sizeof(W);
+    const char* here = reinterpret_cast<const char*>(weights);
+    if (tiles == 1) return {here + AHEAD, line};
+    return {here + depth * line + t * depth * line / tiles, line / tiles};
+}
+
 // Panels [first, last) of the product, all rows.
 template <typename W>
 void multiply_panels(
     const float* rows, long row_stride, long count, const W* packed, long inputs, long outputs, long first, long last,
     const float* bias, float* out, long out_stride) {
-    // As even as possible.
-    const long depth_blocks = count <= FEW_TILES * TILE_ROWS ? 1 : (inputs + DEPTH_BLOCK - 1) / DEPTH_BLOCK;
-    const long depth_block = (inputs + depth_blocks - 1) / depth_blocks;
     for (long row_begin = 0; row_begin < count; row_begin += ROW_BLOCK) {
         const long row_end = std::min(count, row_begin + ROW_BLOCK);
         // As even as possible: a tile of two rows takes nearly as long as one of four.
         const long tiles = (row_end - row_begin + TILE_ROWS - 1) / TILE_ROWS;
-        for (long depth_begin = 0; depth_begin < inputs; depth_begin += depth_block) {
-            const long depth = std::min(depth_block, inputs - depth_begin);
-            for (long panel = first; panel < last; ++panel) {
-                const long column = panel * TILE_COLUMNS;
+        for (long panel = first; panel < last; ++panel) {
+            const long column = panel * TILE_COLUMNS;
+            for (long depth_begin = 0; depth_begin < inputs; depth_begin += DEPTH_BLOCK) {
+                const long depth = std::min(DEPTH_BLOCK, inputs - depth_begin);
                 const W* narrow = packed + (panel * inputs + depth_begin) * TILE_COLUMNS;
-                // Many tiles would each widen the same weights.
-                float wide[std::is_same_v<W, float> ? 1 : DEPTH_BLOCK * TILE_COLUMNS];
-                const bool is_widened = !std::is_same_v<W, float> && tiles > FEW_TILES && depth <= DEPTH_BLOCK;
-                if (is_widened) convert_row(narrow, depth * TILE_COLUMNS, wide);
+                // Several tiles would each widen the same weights.
+                constexpr bool is_narrow = !std::is_same_v<W, float>;
+                float wide[is_narrow ? DEPTH_BLOCK * TILE_COLUMNS : 1];
+                if (is_narrow && tiles > 1) convert_row(narrow, depth * TILE_COLUMNS, wide);
                 for (long t = 0; t < tiles; ++t) {
                     const long row = row_begin + t * (row_end - row_begin) / tiles;
                     const long next = row_begin + (t + 1) * (row_end - row_begin) / tiles;
@@ -126,9 +146,9 @@ void multiply_panels(
                         tile(
                             rows + row * row_stride + depth_begin, row_stride, weights, depth, out + row * out_stride + column,
                             out_stride, std::min<long>(TILE_COLUMNS, outputs - column), depth_begin > 0,
-                            bias == nullptr ? nullptr : bias + column);
+                            bias == nullptr ? nullptr : bias + column, ahead_of(narrow, depth, t, tiles));
                     };
-                    if (is_widened) {
+                    if (is_narrow && tiles > 1) {
                         multiply(TILES<float>[next - row], static_cast<const float*>(wide));
                     } else {
                         multiply(TILES<W>[next - row], narrow);

@@ -161,15 +161,33 @@ static inline Floats exp_of_negative(Floats x) {
     return tiny ? splat(0.0f) : result;
 }
 
+// The compiler keeps a vector that it has loaded. For a few uses it would rather load it again for each.
+static inline void keep(Floats& values) {
+#if defined(__x86_64__)
+    asm("" : "+x"(values));
+#endif
+}
+
+// What a tile asks memory for while it calculates: `first`, and with every step of its depth so many bytes further.
+struct Ahead {
+    const char* first = nullptr;
+    long stride = 0;
+
+    Ahead from(long step) const { return {first + step * stride, stride}; }
+};
+
 // Sums of a tile: out[m][n] += sum over k of rows[m * row_stride + k] * columns[k * column_stride + n], for M rows.
-// Columns that come from memory are asked for `AHEAD` bytes before they are needed, if that is not 0.
-template <int M, int AHEAD = 0, typename Column>
+template <int M, bool ASKS = false, typename Column>
 static inline void multiply_tile(
-    const float* rows, long row_stride, const Column* columns, long column_stride, long depth, Floats (&sums)[M][TILE_VECTORS]) {
+    const float* rows, long row_stride, const Column* columns, long column_stride, long depth, Floats (&sums)[M][TILE_VECTORS],
+    Ahead ahead = {}) {
     for (long k = 0; k < depth; ++k) {
-        if constexpr (AHEAD != 0) __builtin_prefetch(reinterpret_cast<const char*>(columns + k * column_stride) + AHEAD);
+        if constexpr (ASKS) __builtin_prefetch(ahead.from(k).first);
         Floats column[TILE_VECTORS];
-        for (int v = 0; v < TILE_VECTORS; ++v) column[v] = load(columns + k * column_stride + v * LANES);
+        for (int v = 0; v < TILE_VECTORS; ++v) {
+            column[v] = load(columns + k * column_stride + v * LANES);
+            if constexpr (M > 1 && M < TILE_ROWS) keep(column[v]);
+        }
         for (int m = 0; m < M; ++m) {
             const Floats row = splat(rows[m * row_stride + k]);
             for (int v = 0; v < TILE_VECTORS; ++v) sums[m][v] += row * column[v];
