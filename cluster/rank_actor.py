@@ -5,6 +5,7 @@ SIGTERM the whole replica finishes what it has first.
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -15,10 +16,13 @@ import ray
 
 from cluster.model_store import resolve_model
 from kv_transfer.cluster_token import token_here
-from worker.config import EngineConfig
+from worker.config import EngineConfig, Role
 
 if TYPE_CHECKING:
     from worker.ranks.follower import Follower
+
+PREFILL_NICENESS = 5
+"""Of a prefill replica's computing threads on a CPU, beside what its process has. 10 kept prompts waiting as well."""
 
 
 class RankActor:
@@ -38,6 +42,7 @@ class RankActor:
         # Imported here: supervisors need this class too, but not torch.
         from worker.ranks.follower import Follower  # noqa: PLC0415
 
+        give_way(self._config)
         self._follower = Follower(self._config, self._rank, self._incarnation, self._leader)
         self._follower.run()
 
@@ -53,6 +58,18 @@ def on_sigterm(told: Callable[[], None]) -> None:
     Ray makes actors in the main thread, and has looked out for signals by then: its handler ends the process at once.
     """
     signal.signal(signal.SIGTERM, lambda *_: told())
+
+
+def give_way(config: EngineConfig) -> None:
+    """Let prompts that are computed on a CPU wait for whoever else wants it; called by who then makes the threads.
+
+    On a machine that also generates, transfers and clients would otherwise be served at the expense of both roles
+    alike, and a decode step that waits is a token that comes late.
+    """
+    from worker.dtype import choose_device  # noqa: PLC0415 - as above
+
+    if config.role is Role.PREFILL and choose_device(config.device).type == "cpu":
+        os.nice(PREFILL_NICENESS)
 
 
 def on_this_machine(config: EngineConfig, model: str) -> EngineConfig:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cluster.demand import demand
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
 from cluster.model_store import resolve_model
-from cluster.rank_actor import on_sigterm, on_this_machine
+from cluster.rank_actor import give_way, on_sigterm, on_this_machine
 from cluster.router import PrefillRouter
 from cluster.text.vocabulary import vocabulary_of
 from worker.config import EngineConfig, Role
@@ -80,6 +80,7 @@ class ReplicaActor:
         def vocabulary() -> Vocabulary:
             return vocabulary_of(resolve_model(self._model).tokenizer)
 
+        give_way(self._config)
         replica = Replica(self._config, PrefillRouter(), self._followers, vocabulary)
         self._service = ReplicaService(
             replica, self._followers, DirectoryClient(self._directory), self._config.drain_seconds

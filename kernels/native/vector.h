@@ -164,7 +164,7 @@ static inline Floats exp_of_negative(Floats x) {
 // The compiler keeps a vector that it has loaded. For a few uses it would rather load it again for each.
 static inline void keep(Floats& values) {
 #if defined(__x86_64__)
-    asm("" : "+x"(values));
+    asm("" : "+v"(values));
 #endif
 }
 

@@ -1,13 +1,21 @@
 """A whole cluster, driven as clients drive it."""
 
 import asyncio
+import os
 import random
+from contextlib import suppress
 
 import httpx
 import openai
+import psutil
 import pytest
+import ray
 
+from cluster.application import APPLICATION
+from cluster.directory import directory_actor
+from cluster.rank_actor import PREFILL_NICENESS
 from tests.cluster.system.conftest import Serving
+from tests.cluster.system.processes import engine_process
 
 VOCAB = 512
 FIRST_TEXT_TOKEN = 4
@@ -55,6 +63,18 @@ def test_official_client(serving: Serving) -> None:
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="tiny", prompt="x", temperature=-1)
+
+
+def test_prompts_give_way_to_tokens(serving: Serving) -> None:
+    found: dict[str, set[int]] = {"prefill": set(), "decode": set()}
+    for record in ray.get(directory_actor(APPLICATION).live.remote()).records:
+        _, process = engine_process(record.incarnation)
+        for thread in psutil.Process(process).threads():
+            with suppress(ProcessLookupError):
+                found[record.role].add(os.getpriority(os.PRIO_PROCESS, thread.id))
+    (usual,) = found["decode"]
+    # Ray's own threads were there before.
+    assert found["prefill"] == {usual, usual + PREFILL_NICENESS}
 
 
 def test_bytes_are_the_lower_bound(serving: Serving) -> None:
