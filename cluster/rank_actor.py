@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.ranks.follower import Follower
 
 PREFILL_NICENESS = 5
-"""Of a prefill replica's computing threads on a CPU, beside what its process has. 10 kept prompts waiting as well."""
+"""Of a prefill replica's computing threads on a CPU, added to what its process has. See docs/performance.md for others."""
 
 
 class RankActor:
