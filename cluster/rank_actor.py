@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.ranks.follower import Follower
 
 PREFILL_NICENESS = 5
-"""Of a prefill replica's computing threads on a CPU, added to what its process has. See docs/performance.md for others."""
+"""Of a prefill replica's computing threads on a CPU, added to that of its process. Measured in docs/performance.md."""
 
 
 class RankActor:
