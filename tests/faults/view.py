@@ -1,23 +1,19 @@
 """A running cluster as a fault finds it: replicas, what each is doing at this moment, and the processes they run in."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
 import psutil
-import ray
 
-from cluster.application import APPLICATION
-from cluster.directory import directory_actor
 from tests.engine_process import TOKEN
+from tests.replica_listing import listed_replicas
 from worker.config import Role
 from worker.replica_record import ReplicaRecord
 from worker.wire import engine_pb2 as wire
 from worker.wire import engine_pb2_grpc
 
 STATUS_SECONDS = 1.0
-LISTING_SECONDS = 30.0
 
 
 class Replica:
@@ -58,23 +54,12 @@ class Replica:
 @contextmanager
 def replicas() -> Iterator[list[Replica]]:
     """All that the directory lists, with a connection to each."""
-    found = [Replica(record) for record in _listed()]
+    found = [Replica(record) for record in listed_replicas()]
     try:
         yield sorted(found, key=lambda replica: replica.record.incarnation)
     finally:
         for replica in found:
             replica.close()
-
-
-def _listed() -> Sequence[ReplicaRecord]:
-    """What the directory lists once all have reported: on a busy machine some may be late."""
-    deadline = time.monotonic() + LISTING_SECONDS
-    while True:
-        listing = ray.get(directory_actor(APPLICATION).live.remote())
-        if listing.complete and {record.role for record in listing.records} == {Role.PREFILL, Role.DECODE}:
-            return listing.records
-        assert time.monotonic() < deadline, f"listed are only {listing}"
-        time.sleep(0.1)
 
 
 def listening_process(port: int) -> psutil.Process:

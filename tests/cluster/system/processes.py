@@ -3,10 +3,8 @@
 import time
 
 import psutil
-import ray
 
-from cluster.application import APPLICATION
-from cluster.directory import directory_actor
+from tests.replica_listing import listed_replicas
 
 MARK = "CROSSKV_TEST_MARK"
 """A variable by which all processes that a command starts are known."""
@@ -14,7 +12,7 @@ MARK = "CROSSKV_TEST_MARK"
 
 def engine_process(incarnation: str) -> tuple[str, int]:
     """The incarnation and the process that listens on its session address."""
-    records = ray.get(directory_actor(APPLICATION).live.remote()).records
+    records = listed_replicas(lambda records: any(record.incarnation == incarnation for record in records))
     record = next(record for record in records if record.incarnation == incarnation)
     port = int(record.session_address.rsplit(":", 1)[1])
     for process in psutil.Process().children(recursive=True):

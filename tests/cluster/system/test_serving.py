@@ -9,13 +9,11 @@ import httpx
 import openai
 import psutil
 import pytest
-import ray
 
-from cluster.application import APPLICATION
-from cluster.directory import directory_actor
 from cluster.rank_actor import PREFILL_NICENESS
 from tests.cluster.system.conftest import Serving
 from tests.cluster.system.processes import engine_process
+from tests.replica_listing import listed_replicas
 
 VOCAB = 512
 FIRST_TEXT_TOKEN = 4
@@ -67,7 +65,7 @@ def test_official_client(serving: Serving) -> None:
 
 def test_prompts_give_way_to_tokens(serving: Serving) -> None:
     found: dict[str, set[int]] = {"prefill": set(), "decode": set()}
-    for record in ray.get(directory_actor(APPLICATION).live.remote()).records:
+    for record in listed_replicas():
         _, process = engine_process(record.incarnation)
         for thread in psutil.Process(process).threads():
             with suppress(ProcessLookupError):

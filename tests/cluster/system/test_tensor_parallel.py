@@ -9,17 +9,15 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import ray
 import torch
 
-from cluster.application import APPLICATION
-from cluster.directory import directory_actor
 from cluster.ports import free_port
 from tests.cluster.system.conftest import Serving
 from tests.conftest import EVERY_PAIR
 from tests.engine_client import EngineClient
 from tests.peers.family_case import PROMPT_LENGTHS, Case
 from tests.peers.test_tensor_parallel import MODELS
+from tests.replica_listing import listed_replicas
 from worker.config import Role
 from worker.replica_record import ReplicaRecord
 
@@ -31,8 +29,7 @@ if EVERY_PAIR:
 
 def records() -> dict[Role, ReplicaRecord]:
     """The live replicas of a cluster with one of each role."""
-    live = ray.get(directory_actor(APPLICATION).live.remote()).records
-    return {record.role: record for record in live}
+    return {record.role: record for record in listed_replicas()}
 
 
 @pytest.fixture
@@ -100,7 +97,7 @@ def kill_a_follower(serving: Serving, role: Role) -> None:
     # Of the only decode replica's answer its successor sends the rest.
     assert "data: [DONE]" in rest
     serving.wait_for(
-        lambda statuses: role in records() and records()[role].incarnation != before and len(statuses) == 2,
+        lambda statuses: records()[role].incarnation != before and len(statuses) == 2,
         120.0,
         "a new replica",
     )
