@@ -19,9 +19,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.application import running_cluster
 from cluster.bench.load import ClosedLoop, LoadRequest, Target, run_load, summarize
 from cluster.config import ClusterConfig
+from cluster.running_cluster import running_cluster
 
 SIZES = (1, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 1 << 40)
 PROMPT_TOKENS = (8, 32, 128, 512)

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.footprint import footprints, growth
-from cluster.application import running_cluster
 from cluster.bench.load import (
     ClosedLoop,
     Distribution,
@@ -35,6 +34,7 @@ from cluster.bench.load import (
 )
 from cluster.config import ClusterConfig
 from cluster.ports import free_port
+from cluster.running_cluster import running_cluster
 
 SEATS, QUEUE = 8, 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 48

@@ -22,9 +22,9 @@ import httpx
 from rich.console import Console
 
 from benchmarks.footprint import Footprint, footprints, growth
-from cluster.application import running_cluster
 from cluster.config import ClusterConfig
 from cluster.ports import free_port
+from cluster.running_cluster import running_cluster
 from tests.tiny_checkpoints import write_tiny
 
 CLIENTS = 16

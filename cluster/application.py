@@ -1,21 +1,18 @@
-"""Starting and stopping a whole cluster: Ray if need be, the Serve application, and the wait until it can answer.
+"""The whole cluster as one Serve application: checked, put together, deployed, and waited for until it can answer.
 
-A command holds ``running_cluster`` open for as long as the cluster should live; whatever it started is stopped again.
-A Serve config names ``build`` instead: then Serve deploys the same application, and stops it when it is told to.
+A command deploys it on the Ray that ``cluster.running_cluster`` holds for it. A Serve config names ``build`` instead:
+then Serve deploys the same application, and stops it when it is told to.
 """
 
-import logging
-import os
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import httpx
+import psutil
 import ray
+from pydantic import ByteSize
 from ray import serve
-from ray._private import ray_constants
 
 from cluster.config import ClusterConfig, ConfigError, Mode, Placement
 from cluster.deployments import build_application, role_resource
@@ -23,24 +20,17 @@ from cluster.directory import stop_directory
 from cluster.errors import CrosskvError
 from cluster.front_end import FrontEndConfig, chat_template
 from cluster.inspect_model import ModelSummary, inspect_model, require_servable
-from cluster.lifeline import Lifeline, stop_application
 from cluster.model_store import resolve_model
 from cluster.openai.api_keys import ApiKey
 from cluster.openai.limits import ModelCard
+from cluster.ray_cluster import APPLICATION, LOOPBACK, Progress, ray_lives
 from cluster.text.tokenizer import TokenizerConfig
 from cluster.tls import client_context
 from kv_transfer.cluster_token import ClusterToken
 from worker.dtype import DTYPES, choose_device, choose_dtype
+from worker.models.outline import open_model
 
-APPLICATION = "crosskv"
-LOOPBACK = "127.0.0.1"
 READY_SECONDS = 600.0
-RAY_START_ATTEMPTS = 3
-STOP_SECONDS = 30.0
-ALIVE_SECONDS = 10.0
-GONE_SECONDS = 3.0
-
-Progress = Callable[[str], None]
 
 
 class ClusterStartError(CrosskvError):
@@ -96,7 +86,7 @@ class RunningCluster:
 
     def require_alive(self) -> None:
         """Raise ``ClusterLost`` when Ray itself is gone: then nothing would replace a replica that dies."""
-        if not _ray_lives():
+        if not ray_lives():
             raise ClusterLost("Ray has died under the cluster; start it again")
 
     def undeploy(self) -> None:
@@ -128,35 +118,19 @@ class RunningCluster:
         raise ClusterStartError(f"{self.base_url}/health was not 200 within {READY_SECONDS:.0f} s")
 
 
-@contextmanager
-def running_cluster(
-    config: ClusterConfig, progress: Progress, later: Sequence[ClusterConfig] = ()
-) -> Iterator[RunningCluster]:
-    """Start (or join) Ray, deploy, yield the running cluster, and stop everything that was started here.
-
-    A Ray cluster that is started here has room for every configuration of ``later`` instead of the first.
-    """
-    # Serve reports each of its own steps on the driver; ours say the same.
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
-    _connect(config, max(each.ranks * _threads(each) for each in (config, *later)), progress)
-    try:
-        lifeline = None if config.ray_address is None else Lifeline(APPLICATION)
-        progress("starting Serve")
-        serve.start(proxy_location="Disabled")
-        cluster = RunningCluster(progress)
-        try:
-            cluster.deploy(config)
-            yield cluster
-        finally:
-            if lifeline is None:
-                _while_ray_lives(cluster.undeploy, config.drain_seconds + STOP_SECONDS)
-            elif _while_ray_lives(lambda: stop_application(APPLICATION), config.drain_seconds + STOP_SECONDS):
-                lifeline.let_go()
-    finally:
-        if not _bounded(ray.shutdown, STOP_SECONDS if _ray_lives() else GONE_SECONDS):
-            # Ray's processes are gone and it waits for them. Our own end takes along what is left of a local cluster.
-            os._exit(1)
+def require_deployable(config: ClusterConfig) -> None:
+    """Raise for settings that do not fit the model, each other or, of a cluster that is all here, this machine."""
+    available = psutil.virtual_memory().total
+    if (
+        config.ray_address is None
+        and choose_device(config.device).type == "cpu"
+        and config.kv_cache_memory * config.ranks > available
+    ):
+        raise ConfigError(
+            f"--kv-cache-memory {config.kv_cache_memory.human_readable()} for each of {config.ranks} ranks is more "
+            f"than this machine's {ByteSize(available).human_readable()}; lower it"
+        )
+    require_servable(config, inspect_model(config))
 
 
 def build(config: ClusterConfig) -> serve.Application:
@@ -211,88 +185,8 @@ def _application(
         request_timeout=config.request_timeout,
         otlp_traces_endpoint=config.otlp_traces_endpoint,
     )
-    return build_application(config, front_end, _threads(config), APPLICATION, front_end_resources), summary
-
-
-def _bounded(action: Callable[[], None], seconds: float) -> bool:
-    """Run ``action``, but wait for it no longer than ``seconds``: calls into a dead Ray may never return."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-def _while_ray_lives(action: Callable[[], None], seconds: float) -> bool:
-    """The same, and no longer than there is a Ray: who signals a whole process group ends Ray together with us."""
-    thread = threading.Thread(target=action, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + seconds
-    while thread.is_alive() and time.monotonic() < deadline and _ray_lives():
-        thread.join(1.0)
-    return not thread.is_alive()
-
-
-def _ray_lives() -> bool:
-    """Whether Ray answers and knows a node that is alive."""
-    alive: list[bool] = []
-    answered = _bounded(lambda: alive.extend(node["Alive"] for node in ray.nodes()), ALIVE_SECONDS)
-    return answered and any(alive)
-
-
-def _connect(config: ClusterConfig, threads: int, progress: Callable[[str], None]) -> None:
-    """Reach a Ray cluster. A local one is ours alone, listens on loopback, and is stopped with us.
-
-    ``threads`` are those of all ranks that it must have room for. Raises ``CrosskvError`` if Ray does not start.
-    """
-    # Without it Ray may turn on token authentication and leave a token in the home directory.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    if config.ray_address is not None:
-        ray.init(address=config.ray_address, namespace=APPLICATION, log_to_driver=False)
-        return
-    for attempt in range(1, RAY_START_ATTEMPTS + 1):
-        if attempt > 1:
-            progress(f"starting Ray, try {attempt} of {RAY_START_ATTEMPTS}")
-        try:
-            with _loopback_is_meant():
-                ray.init(
-                    address="local",
-                    namespace=APPLICATION,
-                    # Logical: every rank gets its share of the real cores, what supervises them takes almost nothing.
-                    num_cpus=threads + 4,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _node_ip_address=LOOPBACK,
-                    # By itself Ray gives workers way to everything else on the machine; these serve.
-                    _system_config={"worker_niceness": 0},
-                )
-            return
-        except Exception as error:
-            ray.shutdown()
-            if attempt == RAY_START_ATTEMPTS:
-                raise CrosskvError(
-                    f"Ray did not start in {attempt} tries: {error} A busy machine may be too slow for Ray's own time "
-                    "limits: try again when it has less to do, or join a Ray cluster that runs, with --ray-address"
-                ) from error
-
-
-@contextmanager
-def _loopback_is_meant() -> Iterator[None]:
-    """Have Ray listen on loopback alone when it is told to.
-
-    It takes loopback for a mistake, and listens everywhere, but where clusters of several machines are switched off.
-    """
-    variable, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(variable)
-    os.environ[variable], ray_constants.ENABLE_RAY_CLUSTER = "0", False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = enabled
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+    read = open_model(files.weights, config.dtype)[1].read
+    return build_application(config, front_end, config.rank_threads, APPLICATION, front_end_resources, read), summary
 
 
 def _with_dtype(config: ClusterConfig) -> ClusterConfig:
@@ -302,11 +196,6 @@ def _with_dtype(config: ClusterConfig) -> ClusterConfig:
     own = DTYPES[inspect_model(config).dtype]
     chosen = choose_dtype("auto", own, choose_device(config.device))
     return config.replace(dtype=str(chosen).removeprefix("torch."))
-
-
-def _threads(config: ClusterConfig) -> int:
-    """CPU threads of one rank: as configured, or an equal share of the cores that this process may use."""
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
 
 
 def _reachable(host: str) -> str:

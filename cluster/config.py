@@ -7,6 +7,7 @@ changes; another layout is another ``ClusterConfig``.
 
 import difflib
 import json
+import os
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -379,6 +380,11 @@ class ClusterConfig(BaseSettings):
             tensor_parallel_size=self.ranks_of(role),
             cluster_token_file=self.cluster_token_file,
         )
+
+    @property
+    def rank_threads(self) -> int:
+        """CPU threads of one rank: as configured, or an equal share of the cores that this process may use."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
 
     def ranks_of(self, role: Role) -> int:
         """Return how many ranks a replica of a role has."""

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.application import running_cluster
 from cluster.chat import Conversation
 from cluster.client import ApiClient
 from cluster.config import ClusterConfig
@@ -24,6 +23,7 @@ from cluster.fetch import fetch_model
 from cluster.inspect_model import ModelSummary, inspect_model, require_servable
 from cluster.ports import free_port
 from cluster.progress import Steps
+from cluster.running_cluster import running_cluster
 from cluster.signals import interruptible
 
 _SHARED = "every:2"

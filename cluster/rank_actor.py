@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.garbage import made_to_stay
 from cluster.model_store import resolve_model
 from kv_transfer.cluster_token import token_here
 from worker.config import EngineConfig, Role
@@ -39,11 +40,12 @@ class RankActor:
 
     def run(self) -> None:
         """Load the model and follow until the leader ends. Raises what made that impossible."""
-        # Imported here: supervisors need this class too, but not torch.
-        from worker.ranks.follower import Follower  # noqa: PLC0415
+        with made_to_stay():
+            # Imported here: supervisors need this class too, but not torch.
+            from worker.ranks.follower import Follower  # noqa: PLC0415
 
-        give_way(self._config)
-        self._follower = Follower(self._config, self._rank, self._incarnation, self._leader)
+            give_way(self._config)
+            self._follower = Follower(self._config, self._rank, self._incarnation, self._leader)
         self._follower.run()
 
     def _told_to_end(self) -> None:

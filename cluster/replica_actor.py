@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from cluster.demand import demand
 from cluster.directory import HEARTBEAT_SECONDS, DirectoryClient
+from cluster.garbage import made_to_stay
 from cluster.model_store import resolve_model
 from cluster.rank_actor import give_way, on_sigterm, on_this_machine
 from cluster.router import PrefillRouter
@@ -75,13 +76,15 @@ class ReplicaActor:
 
     def start(self) -> None:
         """Load the model and serve."""
-        from worker.replica import Replica  # noqa: PLC0415
 
         def vocabulary() -> Vocabulary:
             return vocabulary_of(resolve_model(self._model).tokenizer)
 
-        give_way(self._config)
-        replica = Replica(self._config, PrefillRouter(), self._followers, vocabulary)
+        with made_to_stay():
+            from worker.replica import Replica  # noqa: PLC0415
+
+            give_way(self._config)
+            replica = Replica(self._config, PrefillRouter(), self._followers, vocabulary)
         self._service = ReplicaService(
             replica, self._followers, DirectoryClient(self._directory), self._config.drain_seconds
         )

@@ -6,21 +6,17 @@ import threading
 import time
 from contextlib import suppress
 
-import psutil
-from pydantic import ByteSize
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.application import running_cluster
-from cluster.config import ClusterConfig, ConfigError
+from cluster.config import ClusterConfig
 from cluster.fetch import fetch_model
-from cluster.inspect_model import inspect_model, require_servable
 from cluster.openai.api_keys import ApiKeys
 from cluster.ports import is_loopback
 from cluster.progress import Steps
+from cluster.running_cluster import running_cluster
 from cluster.signals import interruptible
 from kv_transfer.cluster_token import token_here
-from worker.dtype import choose_device
 
 
 def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
@@ -28,44 +24,44 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
 
     To be told so while it starts is no failure either.
     """
-    ranks = config.ranks
     if config.ray_address is None:
         _require_usable_files(config)
-        _require_memory(config, ranks)
     fetch_model(config.model, console)
-    with Steps(console) as steps:
-        steps("checking the model's configuration")
-        require_servable(config, inspect_model(config))
-        with interruptible(steps) as step, suppress(KeyboardInterrupt), running_cluster(config, step) as cluster:
-            steps.done()
-            summary = cluster.summary
-            limit = min(config.max_model_len or summary.longest_context, summary.longest_request)
-            name = config.served_model_name or summary.model
+    with (
+        Steps(console) as steps,
+        interruptible(steps) as step,
+        suppress(KeyboardInterrupt),
+        running_cluster(config, step) as cluster,
+    ):
+        steps.done()
+        summary = cluster.summary
+        limit = min(config.max_model_len or summary.longest_context, summary.longest_request)
+        name = config.served_model_name or summary.model
+        console.print(
+            f"\n[bold]{escape(name)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
+            f" ({_replicas(config)}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
+            f" {summary.dtype}, up to {limit:,} tokens per request)\n"
+            f"  crosskv chat --base-url {cluster.base_url}\n"
+            f"  crosskv status --base-url {cluster.base_url}\n"
+            f"Ctrl-C stops it; kill -USR1 {os.getpid()} restarts every replica, one after the other.\n"
+        )
+        if not (config.has_api_keys or is_loopback(config.host)):
             console.print(
-                f"\n[bold]{escape(name)}[/bold] answers at [bold]{cluster.base_url}/v1[/bold]"
-                f" ({_replicas(config)}, {summary.owner_layers} of {summary.total_layers} layers own KV,"
-                f" {summary.dtype}, up to {limit:,} tokens per request)\n"
-                f"  crosskv chat --base-url {cluster.base_url}\n"
-                f"  crosskv status --base-url {cluster.base_url}\n"
-                f"Ctrl-C stops it; kill -USR1 {os.getpid()} restarts every replica, one after the other.\n"
+                f"[yellow]Everybody who reaches {escape(config.host)} may use it: see --api-key-file.[/yellow]\n"
             )
-            if not (config.has_api_keys or is_loopback(config.host)):
-                console.print(
-                    f"[yellow]Everybody who reaches {escape(config.host)} may use it: see --api-key-file.[/yellow]\n"
-                )
-            restart = threading.Event()
-            signal.signal(signal.SIGUSR1, lambda *_: restart.set())
-            try:
-                while True:
-                    time.sleep(2)
-                    cluster.require_alive()
-                    if restart.is_set():
-                        restart.clear()
-                        steps("restarting every replica, one after the other")
-                        cluster.roll(config)
-                        steps.done()
-            except KeyboardInterrupt:
-                steps("stopping")
+        restart = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda *_: restart.set())
+        try:
+            while True:
+                time.sleep(2)
+                cluster.require_alive()
+                if restart.is_set():
+                    restart.clear()
+                    steps("restarting every replica, one after the other")
+                    cluster.roll(config)
+                    steps.done()
+        except KeyboardInterrupt:
+            steps("stopping")
 
 
 def _require_usable_files(config: ClusterConfig) -> None:
@@ -74,16 +70,6 @@ def _require_usable_files(config: ClusterConfig) -> None:
     token_here(None, config.cluster_token_file)
     if config.tls is not None:
         config.tls.server_context()
-
-
-def _require_memory(config: ClusterConfig, ranks: int) -> None:
-    """Every rank has its KV cache, and on a CPU this machine's memory is all there is."""
-    available = psutil.virtual_memory().total
-    if choose_device(config.device).type == "cpu" and config.kv_cache_memory * ranks > available:
-        raise ConfigError(
-            f"--kv-cache-memory {config.kv_cache_memory.human_readable()} for each of {ranks} ranks is more than this "
-            f"machine's {ByteSize(available).human_readable()}; lower it"
-        )
 
 
 def _replicas(config: ClusterConfig) -> str:

@@ -129,9 +129,9 @@ def collector() -> "Iterator[Collector]":
 def one_cluster(tiny_model: Path, collector: "Collector") -> "Iterator[Serving]":
     """One Ray cluster for the whole session, at first with two prefill and two decode replicas."""
     # Most tests need neither Ray nor torch.
-    from cluster.application import running_cluster  # noqa: PLC0415
     from cluster.config import ClusterConfig  # noqa: PLC0415
     from cluster.ports import free_port  # noqa: PLC0415
+    from cluster.running_cluster import running_cluster  # noqa: PLC0415
     from tests.serving import Serving  # noqa: PLC0415
 
     config = ClusterConfig(

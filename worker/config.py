@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kv_transfer.cluster_token import ClusterToken
 from kv_transfer.transport import Transport
+from worker.text_config import ReadConfig
 
 
 class Role(StrEnum):
@@ -35,10 +36,12 @@ class EngineConfig:
     have; whoever carries the engine reads it from ``cluster_token_file``, if there is one, on the engine's machine.
     A request that is not admitted within ``queue_timeout`` is refused. A replica that is to end finishes what it has
     within ``drain_seconds``. ``cuda_graphs`` allows ``worker.cuda_graphs``, ``bind_cores`` asks for ``worker.cores``.
+    ``read_config`` is the model's configuration, if whoever made this has read it; otherwise the checkpoint's is read.
     """
 
     model: str
     role: Role
+    read_config: ReadConfig | None = None
     dtype: str = "auto"
     device: str = "auto"
     cuda_graphs: bool = True

@@ -21,7 +21,7 @@ from kernels.pages import IntArray
 from kernels.table import has_triton_kernels, token_copies
 from kv_transfer.layout import Piece
 from kv_transfer.rank_pair import HeadRange, PairLayout, heads_of
-from worker.checkpoint.checkpoint import open_checkpoint
+from worker.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from worker.config import EngineConfig, Role
 from worker.cores import Cores
 from worker.dtype import choose_device, choose_dtype
@@ -37,7 +37,7 @@ from worker.layers.cache_format import CacheFormat
 from worker.layers.cached_layer import StepPlan, Stored, nobody_asks
 from worker.layers.weights import WeightFormat
 from worker.models.model import ModelContext, RowSet, StepInputs
-from worker.models.registry import parse_config
+from worker.models.registry import ModelConfig
 from worker.page_stream import page_stream
 from worker.ranks.commands import SequenceRows
 from worker.ranks.rank_group import SOLO, RankGroup
@@ -59,11 +59,12 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, group: RankGroup = SOLO, *, fill: int = 0) -> None:
         self._config = config
+        self._fill = fill
         self._rank, self._ranks = group.rank, group.size
         checkpoint = open_checkpoint(Path(config.model))
         self.device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, checkpoint.dtype(), self.device)
-        model_config = parse_config(checkpoint.config)
+        model_config = _model_config(config, checkpoint)
         self.prefix_tokens = model_config.prefix_tokens
         longest = model_config.choose_context(config.max_model_len) + len(self.prefix_tokens)
         context = ModelContext(
@@ -134,6 +135,18 @@ class ModelRunner:
             return self.model.forward(self._inputs(scheduled, self.device))
         finally:
             self._listener.stored = nobody_asks
+
+    def warm_up(self) -> None:
+        """Compute one token for nobody: weights are arranged for the processor, which otherwise the first request pays.
+
+        Called before anything is cached; afterwards every block is as it was.
+        """
+        # Of a recurrent state, the first entry is what was and the second what will be.
+        tables = tuple(np.zeros(2, np.int64) for _ in self.cache.groups)
+        logit_rows = 0 if self._config.role is Role.PREFILL else 1
+        self.execute([SequenceRows(np.zeros(1, np.int64), 0, logit_rows, tables)])
+        for buffer, raw in self.buffers.items():
+            raw.view(self.num_blocks, buffer.page_bytes)[0].fill_(self._fill)
 
     def clear_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Zero whole blocks: bytes that one kind of layer left need not be numbers to another."""
@@ -327,14 +340,32 @@ class _Run:
 
 
 def load_model_runner(config: EngineConfig, group: RankGroup, cores: Cores, *, fill: int = 0) -> ModelRunner:
-    """A runner that was made on a thread on ``cores`` which has ended, and the threads that helped it with it.
+    """A warm runner that was made on a thread on ``cores`` which has ended, and the threads that helped it with it.
+
+    Of several ranks none is warm: they load at their own speeds, and a step of theirs is one.
 
     GNU OpenMP counts those of every thread that has computed and still lives. As soon as they are more than cores, the
     engine's own sleep in the kernel wherever they wait for each other, which a step of a small model does so often that
     it takes three times as long.
     """
+
+    def load() -> ModelRunner:
+        runner = ModelRunner(config, group, fill=fill)
+        if group.size == 1:
+            runner.warm_up()
+        return runner
+
     with ThreadPoolExecutor(1, "load", cores.bind) as pool:
-        return pool.submit(ModelRunner, config, group, fill=fill).result()
+        return pool.submit(load).result()
+
+
+def _model_config(config: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
+    if config.read_config is not None:
+        return ModelConfig.of(config.read_config)
+    # It imports transformers.
+    from worker.models.config_reader import parse_config  # noqa: PLC0415
+
+    return parse_config(checkpoint.config)
 
 
 def _without_memory(context: ModelContext) -> ModelContext:

@@ -103,11 +103,11 @@ def transfer(
     reads about 200 of them a second for SmolLM2, so that the defaults take 3 minutes on two free cores. --requests 1
     is enough to compare bytes, which depend on a prompt's length alone.
     """
-    from cluster.application import running_cluster  # noqa: PLC0415
     from cluster.bench.report import Environment, TransferReport  # noqa: PLC0415
     from cluster.bench.transfer import Ranks, TransferPlan, run_transfer_bench  # noqa: PLC0415
     from cluster.ports import free_port, require_free_port  # noqa: PLC0415
     from cluster.progress import Steps  # noqa: PLC0415
+    from cluster.running_cluster import running_cluster  # noqa: PLC0415
     from cluster.signals import interruptible  # noqa: PLC0415
 
     plan = TransferPlan(

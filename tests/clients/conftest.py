@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.application import running_cluster
 from cluster.config import ClusterConfig
 from cluster.model_store import resolve_model
 from cluster.ports import free_port
+from cluster.running_cluster import running_cluster
 from tests.serving import Serving
 
 REPOSITORY = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cluster import application, demo
+from cluster import demo, running_cluster, serve
+from cluster.application import require_deployable
 from cluster.config import SECRETS, ClusterConfig, flag_of
 from cluster.ports import free_port, is_loopback, require_free_port
 from tests.cluster.command_line import Run, refused
@@ -153,18 +154,18 @@ def test_models_lists_the_registry(crosskv: Run) -> None:
 
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a test in which a cluster is started."""
+    """Fail a test in which a replica is started."""
 
     def start(config: ClusterConfig, progress: Callable[[str], None]) -> None:
-        pytest.fail("a cluster was started")
+        require_deployable(config)
+        pytest.fail("a replica was started")
 
-    monkeypatch.setattr(application, "running_cluster", start)
-    monkeypatch.setattr("cluster.serve.running_cluster", start)
-    monkeypatch.setattr(demo, "running_cluster", start)
+    for module in (running_cluster, serve, demo):
+        monkeypatch.setattr(module, "running_cluster", start)
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_serve_refuses_bad_settings_before_anything_starts(crosskv: Run, qwen3_8b: Path, tmp_path: Path) -> None:
+def test_serve_refuses_bad_settings_before_a_replica_starts(crosskv: Run, qwen3_8b: Path, tmp_path: Path) -> None:
     port = str(free_port())
     model = str(qwen3_8b)
     assert "--model" in refused(crosskv("serve"))
@@ -422,7 +423,7 @@ def test_bench_transfer_writes_its_report(
     crosskv: Run, qwen3_8b: Path, fake_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = FakeCluster(fake_server)
-    monkeypatch.setattr(application, "running_cluster", cluster.start)
+    monkeypatch.setattr(running_cluster, "running_cluster", cluster.start)
     arguments = ("bench", "transfer", "--model", str(qwen3_8b), "--sharing", "none,every:2", "--prompt-tokens", "4")
     arguments += ("--requests", "2", "--concurrency", "2", "--output-tokens", "2", "--output", str(tmp_path / "out"))
     code, out, _ = crosskv(*arguments)

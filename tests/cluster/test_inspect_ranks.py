@@ -32,12 +32,13 @@ def smollm2(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail a test in which a cluster is started."""
+    """Fail a test in which a replica is started."""
 
     def start(config: ClusterConfig, progress: Callable[[str], None]) -> None:
-        pytest.fail("a cluster was started")
+        application.require_deployable(config)
+        pytest.fail("a replica was started")
 
-    for module in ("cluster.serve", "cluster.application", "cluster.demo"):
+    for module in ("cluster.serve", "cluster.running_cluster", "cluster.demo"):
         monkeypatch.setattr(f"{module}.running_cluster", start)
 
 

@@ -13,10 +13,11 @@ import httpx
 import pytest
 import trustme
 
-import cluster.application
 import cluster.demo
+import cluster.running_cluster
 import cluster.serve
-from cluster.application import READY_SECONDS
+from cluster.application import READY_SECONDS, require_deployable
+from cluster.config import ClusterConfig
 from cluster.ports import free_port
 from tests.cluster.command_line import command_line
 from tests.cluster.system.processes import MARK, require_none_left
@@ -73,10 +74,11 @@ def stage(
 ) -> Stage:
     """Commands run in a directory of their own, and start no cluster."""
 
-    def running_cluster(*_: object, **__: object) -> None:
+    def running_cluster(config: ClusterConfig, *_: object, **__: object) -> None:
+        require_deployable(config)
         raise ReadyToStart
 
-    for module in (cluster.application, cluster.serve, cluster.demo):
+    for module in (cluster.running_cluster, cluster.serve, cluster.demo):
         monkeypatch.setattr(module, "running_cluster", running_cluster)
     run = command_line(monkeypatch, capsys)
     monkeypatch.chdir(documented_files)

@@ -13,7 +13,7 @@ from tests.model_harness import ModelHarness
 from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.tiny_families import Family, of_transformers
 from worker.config import Role
-from worker.models import registry
+from worker.models import config_reader, registry
 
 PAGE = REPOSITORY / "docs" / "adding-a-model.md"
 CODE, LINE, FAMILY = (block.content for block in blocks(PAGE) if block.language == "python")
@@ -37,7 +37,8 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 def registered(model_file: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = eval(f"{{{LINE}}}", vars(registry) | vars(model_file))
     assert not entry.keys() & registry.ARCHITECTURES.keys(), "choose another model for the example"
-    monkeypatch.setattr(registry, "ARCHITECTURES", {**registry.ARCHITECTURES, **entry})
+    for module in (registry, config_reader):
+        monkeypatch.setattr(module, "ARCHITECTURES", {**registry.ARCHITECTURES, **entry})
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,6 @@ def test_a_prefill_replica_stores_the_same(checkpoint: Path, prompts: list[list[
 @pytest.mark.usefixtures("registered")
 def test_what_is_not_computed_is_refused(family: Family) -> None:
     config = family.build().config.to_dict() | {"architectures": ["SmolLM3ForCausalLM"]}
-    registry.parse_config(config)
+    config_reader.parse_config(config)
     with pytest.raises(ValueError, match="use_sliding_window is True"):
-        registry.parse_config(config | {"use_sliding_window": True, "sliding_window": 8})
+        config_reader.parse_config(config | {"use_sliding_window": True, "sliding_window": 8})

@@ -1,6 +1,7 @@
 """What a model runner does with blocks as bytes: packs them for a transfer, unpacks them, copies and clears them."""
 
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -23,6 +24,7 @@ from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
 from worker.kv_cache.specs import LastState
 from worker.model_runner import ModelRunner
+from worker.models.outline import open_model
 from worker.ranks.rank_group import DescribedRank
 from worker.sequence import Sequence
 
@@ -182,6 +184,38 @@ def test_a_runner_that_nobody_has_any_more_leaves_no_memory_behind(tmp_path: Pat
         assert model() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("role", [Role.COLOCATED, Role.PREFILL])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_warming_up_leaves_every_block_as_it_was(tmp_path: Path, family: str, role: Role) -> None:
+    directory = FAMILIES[family].write(tmp_path / "model")
+    config = EngineConfig(str(directory), role, dtype="float32", kv_cache_memory=1 << 22)
+    runner = ModelRunner(config, fill=0xFF)
+    runner.warm_up()
+    assert all(bool((raw == 0xFF).all()) for raw in runner.buffers.values())
+
+
+LOADS_WHAT_WAS_READ = """
+import pickle
+import sys
+from worker.config import EngineConfig, Role
+from worker.model_runner import ModelRunner
+
+read = pickle.loads(bytes.fromhex(sys.argv[2]))
+ModelRunner(EngineConfig(sys.argv[1], Role.DECODE, read_config=read, dtype="float32", kv_cache_memory=1 << 22))
+print("transformers" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("family", ["mistral_sliding", "qwen3_next", "gemma3n"])
+def test_a_configuration_that_was_read_is_not_read_again(tmp_path: Path, family: str) -> None:
+    """transformers takes longer to import than a small model to load."""
+    directory = FAMILIES[family].write(tmp_path / "model")
+    read = open_model(directory, "float32")[1].read
+    command = [sys.executable, "-c", LOADS_WHAT_WAS_READ, str(directory), pickle.dumps(read).hex()]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert loaded.stdout == "False\n"
 
 
 LOADS = """

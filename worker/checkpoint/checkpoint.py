@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 
 from worker.checkpoint.checkpoint_error import CheckpointError
-from worker.checkpoint.gguf_checkpoint import GgufCheckpoint
 from worker.checkpoint.safetensors_checkpoint import PICKLE_SUFFIXES, SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
@@ -66,6 +65,9 @@ def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if path.suffix == ".gguf":
+        # Other formats need not wait for the gguf package.
+        from worker.checkpoint.gguf_checkpoint import GgufCheckpoint  # noqa: PLC0415
+
         return GgufCheckpoint(path)
     if path.suffix in PICKLE_SUFFIXES:
         raise CheckpointError(

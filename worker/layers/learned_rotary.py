@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 import torch
-from transformers import PretrainedConfig
 
 from worker.layers.rotary import Rotation, inverse_frequencies
 from worker.layers.weights import Slot, WeightFormat
+from worker.text_config import TextConfig
 
 
 class LearnedRotary:
     """Rotary embedding in which every frequency is multiplied by ``exp(alpha)``, a learned number of its own."""
 
-    def __init__(self, config: PretrainedConfig, weights: WeightFormat) -> None:
+    def __init__(self, config: TextConfig, weights: WeightFormat) -> None:
         frequencies, self._scaling = inverse_frequencies(config, None, config.qk_rope_head_dim, max_positions=1)
         self._frequencies = frequencies.to(weights.device)
         self._dtype = weights.dtype

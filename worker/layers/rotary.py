@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels.table import Pointwise, pointwise
+from worker.text_config import TextConfig
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 
@@ -49,7 +48,7 @@ class RotaryTable:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: TextConfig,
         head_dim: int,
         max_positions: int,
         dtype: torch.dtype,
@@ -69,7 +68,7 @@ class RotaryTable:
         return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions), self._kernels)
 
 
-def rope_parameters(config: PretrainedConfig, layer_type: str | None) -> Mapping[str, Any]:
+def rope_parameters(config: TextConfig, layer_type: str | None) -> Mapping[str, Any]:
     """The parameters of a model's only rope, or of the layers of one type."""
     parameters: Mapping[str, Any] = config.rope_parameters
     return parameters if layer_type is None else parameters[layer_type]
@@ -84,7 +83,7 @@ def score_factor(parameters: Mapping[str, Any]) -> float:
 
 
 def inverse_frequencies(
-    config: PretrainedConfig, layer_type: str | None, head_dim: int, max_positions: int
+    config: TextConfig, layer_type: str | None, head_dim: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies, ``[rotary_dim // 2]`` or one row per position, and the factor on cosine and sine."""
     parameters = rope_parameters(config, layer_type)
@@ -95,6 +94,9 @@ def inverse_frequencies(
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    # Seconds of imports, for models whose configuration needed them anyway.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
     compute = ROPE_INIT_FUNCTIONS[kind]
     if kind == "dynamic" and max_positions > config.max_position_embeddings:
         trained = config.max_position_embeddings

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-from transformers import PretrainedConfig
+from worker.text_config import TextConfig
 
 MAX_SIZE = (1 << 31) - 1
 MAX_HEAD_DIM = 4096
@@ -21,7 +21,7 @@ class UnsupportedModel(ValueError):
     """A model, or a setting of it, that cannot be computed faithfully."""
 
 
-def require_sizes(config: PretrainedConfig, *fields: str) -> None:
+def require_sizes(config: TextConfig, *fields: str) -> None:
     """Raise unless every field is a whole number from 1 to 2³¹ − 1."""
     for field in fields:
         value = getattr(config, field)
@@ -41,7 +41,7 @@ def require_head_dim(field: str, value: object) -> None:
         raise UnsupportedModel(f"config.json: {field} is {value!r}, not an even number from 2 to {MAX_HEAD_DIM}")
 
 
-def require_setting(config: PretrainedConfig, field: str, *supported: object) -> None:
+def require_setting(config: TextConfig, field: str, *supported: object) -> None:
     """Raise unless a field has one of the values that are computed."""
     value = getattr(config, field)
     if value not in supported:
@@ -49,13 +49,13 @@ def require_setting(config: PretrainedConfig, field: str, *supported: object) ->
         raise UnsupportedModel(f"config.json: {field} is {value!r}; supported: {names}")
 
 
-def require_setting_if_given(config: PretrainedConfig, field: str, *supported: object) -> None:
+def require_setting_if_given(config: TextConfig, field: str, *supported: object) -> None:
     """The same for a field that the configuration class does not know, but a checkpoint's configuration may have."""
     if hasattr(config, field):
         require_setting(config, field, *supported)
 
 
-def require_at_most(config: PretrainedConfig, part: str, whole: str) -> None:
+def require_at_most(config: TextConfig, part: str, whole: str) -> None:
     """Raise if field ``part`` is more than field ``whole``."""
     if getattr(config, part) > getattr(config, whole):
         raise UnsupportedModel(
@@ -63,7 +63,7 @@ def require_at_most(config: PretrainedConfig, part: str, whole: str) -> None:
         )
 
 
-def require_entries(config: PretrainedConfig, field: str, supported: Sequence[object]) -> None:
+def require_entries(config: TextConfig, field: str, supported: Sequence[object]) -> None:
     """Raise unless a field has an entry for every layer, and each is one of those that are computed."""
     entries, layers = getattr(config, field), config.num_hidden_layers
     if len(entries) != layers:
@@ -76,7 +76,7 @@ def require_entries(config: PretrainedConfig, field: str, supported: Sequence[ob
             raise UnsupportedModel(f"config.json: {field}[{index}] is {entry!r}; supported: {names}")
 
 
-def require_multiple(config: PretrainedConfig, whole: str, part: str) -> None:
+def require_multiple(config: TextConfig, whole: str, part: str) -> None:
     """Raise unless field ``whole`` is a multiple of field ``part``."""
     if getattr(config, whole) % getattr(config, part):
         raise UnsupportedModel(
@@ -84,14 +84,14 @@ def require_multiple(config: PretrainedConfig, whole: str, part: str) -> None:
         )
 
 
-def require_rope_type(config: PretrainedConfig, *supported: str) -> None:
+def require_rope_type(config: TextConfig, *supported: str) -> None:
     """Raise unless the rope is of a type that is computed."""
     kind = config.rope_parameters["rope_type"]
     if kind not in supported:
         raise UnsupportedModel(f"config.json: rope_type is {kind!r}; supported: {', '.join(map(repr, supported))}")
 
 
-def require_rope(config: PretrainedConfig, head_dim: int) -> None:
+def require_rope(config: TextConfig, head_dim: int) -> None:
     """Raise for a rope whose numbers make no sense for heads of ``head_dim``, of which it may turn a part."""
     parameters = config.rope_parameters
     require_positive("rope_theta", parameters.get("rope_theta"))
@@ -108,14 +108,14 @@ def require_rope(config: PretrainedConfig, head_dim: int) -> None:
         )
 
 
-def require_full_rope(config: PretrainedConfig) -> None:
+def require_full_rope(config: TextConfig) -> None:
     """Raise for a rope that turns only part of a head, or whose numbers make no sense."""
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel("partial_rotary_factor is not 1: partial rotary embedding is not supported")
     require_rope(config, MAX_HEAD_DIM)
 
 
-def check_plain_decoder(config: PretrainedConfig) -> None:
+def check_plain_decoder(config: TextConfig) -> None:
     """What ``worker.models.decoder`` computes: grouped-query attention, full rope, a SiLU-gated feed-forward."""
     require_sizes(
         config,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from transformers import PretrainedConfig
 
 from kernels.pages import KEY_VALUE
 from worker.kv_cache.sharing import Targets, validate_targets
@@ -24,6 +23,7 @@ from worker.models.config_checks import SLIDING
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.ranks.heads import Heads
 from worker.ranks.rank_group import RankGroup
+from worker.text_config import TextConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DecoderShape:
     qk_norm: bool = False
 
     @classmethod
-    def of(cls, config: PretrainedConfig, **switches: bool) -> Self:
+    def of(cls, config: TextConfig, **switches: bool) -> Self:
         """The sizes that every plain decoder's configuration has, and what an architecture adds to them."""
         return cls(
             vocab_size=config.vocab_size,
@@ -172,7 +172,7 @@ class DecoderLayer:
 class Decoder:
     """See the module. Subclasses implement ``shape_of`` and override what else differs."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext) -> None:
         shape = self.shape_of(config)
         names = [LayerName(f"model.layers.{index}.self_attn.attn") for index in range(shape.layers)]
         targets = self.sharing_targets(config, names, context)
@@ -205,28 +205,28 @@ class Decoder:
         self.head = LogitsHead(self.embedding, context.weights, tied=shape.tied_embeddings)
 
     @staticmethod
-    def shape_of(config: PretrainedConfig) -> DecoderShape:
+    def shape_of(config: TextConfig) -> DecoderShape:
         """Read the sizes from a checkpoint's configuration; raise ``ValueError`` for what cannot be honoured."""
         raise NotImplementedError
 
     @staticmethod
-    def layer_class(config: PretrainedConfig) -> type[DecoderLayer]:
+    def layer_class(config: TextConfig) -> type[DecoderLayer]:
         """What layers are made of: the plain one, unless a subclass says otherwise."""
         del config
         return DecoderLayer
 
-    def feed_forward(self, config: PretrainedConfig, index: int, context: ModelContext) -> FeedForward:
+    def feed_forward(self, config: TextConfig, index: int, context: ModelContext) -> FeedForward:
         """The feed-forward half of layer ``index``: a gated MLP, unless a subclass says otherwise."""
         del index
         shape = self.shape_of(config)
         return GatedMLP(shape.hidden_size, shape.intermediate_size, context.weights, bias=shape.mlp_bias)
 
-    def declared_sharing(self, config: PretrainedConfig, names: Sequence[LayerName]) -> Targets:
+    def declared_sharing(self, config: TextConfig, names: Sequence[LayerName]) -> Targets:
         """Which layers share KV by the checkpoint's own configuration: none, unless a subclass says otherwise."""
         del config, names
         return {}
 
-    def sharing_targets(self, config: PretrainedConfig, names: Sequence[LayerName], context: ModelContext) -> Targets:
+    def sharing_targets(self, config: TextConfig, names: Sequence[LayerName], context: ModelContext) -> Targets:
         """Which layers share KV by the rule of ``--kv-sharing``; a subclass may refuse some rules."""
         return context.sharing.resolve(names, declared=self.declared_sharing(config, names))
 
@@ -287,13 +287,13 @@ def _attention(
     )
 
 
-def _head_dim(config: PretrainedConfig) -> int:
+def _head_dim(config: TextConfig) -> int:
     """Of the hidden size, unless a configuration says otherwise."""
     given: int | None = config.head_dim if hasattr(config, "head_dim") else None
     return given or config.hidden_size // config.num_attention_heads
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+def _windows(config: TextConfig) -> tuple[int | None, ...]:
     """Windows by ``layer_types``, or one for all layers where the configuration has no such list."""
     window: int | None = config.sliding_window if hasattr(config, "sliding_window") else None
     if not hasattr(config, "layer_types") or config.layer_types is None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from transformers import PretrainedConfig
 
 from worker.kv_cache.sharing import validate_targets
 from worker.kv_cache.specs import LayerName
@@ -27,6 +26,7 @@ from worker.layers.weights import Slot, WeightFormat
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.ranks.rank_group import RankGroup, split
 from worker.ranks.span import Span
+from worker.text_config import TextConfig
 
 LOW_RANK_NORM_EPSILON = 1e-6
 """Of the norms inside attention, whatever ``rms_norm_eps`` says."""
@@ -56,7 +56,7 @@ class DeepseekShape:
     index: IndexShape | None = None
 
     @classmethod
-    def of(cls, config: PretrainedConfig, *, interleaved: bool, index: IndexShape | None = None) -> Self:
+    def of(cls, config: TextConfig, *, interleaved: bool, index: IndexShape | None = None) -> Self:
         """The sizes that all configurations have, and what a version adds to them."""
         return cls(
             vocab_size=config.vocab_size,
@@ -274,7 +274,7 @@ class DeepseekLayer:
 class Deepseek:
     """See the module. Subclasses implement ``shape_of`` and ``router`` and override what else differs."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext) -> None:
         shape, weights = self.shape_of(config), context.weights
         names = [LayerName(f"model.layers.{index}.self_attn.attn") for index in range(shape.layers)]
         targets = context.sharing.resolve(names, declared={})
@@ -314,21 +314,21 @@ class Deepseek:
         self.head = LogitsHead(self.embedding, weights, tied=shape.tied_embeddings)
 
     @staticmethod
-    def shape_of(config: PretrainedConfig) -> DeepseekShape:
+    def shape_of(config: TextConfig) -> DeepseekShape:
         """Read the sizes from a checkpoint's configuration."""
         raise NotImplementedError
 
     @staticmethod
-    def router(config: PretrainedConfig, weights: WeightFormat) -> Router:
+    def router(config: TextConfig, weights: WeightFormat) -> Router:
         """How a mixture of experts chooses."""
         raise NotImplementedError
 
     @staticmethod
-    def is_mixture(config: PretrainedConfig, index: int) -> bool:
+    def is_mixture(config: TextConfig, index: int) -> bool:
         """Whether layer ``index`` is a mixture of experts."""
         return bool(index >= config.first_k_dense_replace)
 
-    def _feed_forward(self, config: PretrainedConfig, index: int, weights: WeightFormat) -> FeedForward:
+    def _feed_forward(self, config: TextConfig, index: int, weights: WeightFormat) -> FeedForward:
         hidden, width = config.hidden_size, config.moe_intermediate_size
         if not self.is_mixture(config, index):
             return GatedMLP(hidden, config.intermediate_size, weights)

@@ -1,7 +1,5 @@
 """What a DeepSeek configuration must satisfy; each version's own check is made of these and of its own fields."""
 
-from transformers import PretrainedConfig
-
 from worker.models.config_checks import (
     UnsupportedModel,
     require_at_most,
@@ -14,9 +12,10 @@ from worker.models.config_checks import (
     require_setting_if_given,
     require_sizes,
 )
+from worker.text_config import TextConfig
 
 
-def check_deepseek(config: PretrainedConfig) -> None:
+def check_deepseek(config: TextConfig) -> None:
     """What all versions have in common. Fields that are read by released code only are checked where they are given."""
     require_sizes(
         config,
@@ -50,7 +49,7 @@ def check_deepseek(config: PretrainedConfig) -> None:
     require_full_rope(config)
 
 
-def check_expert_groups(config: PretrainedConfig, *, smallest: int) -> None:
+def check_expert_groups(config: TextConfig, *, smallest: int) -> None:
     """Groups of equal size, of ``smallest`` experts at least, the best of which have experts enough for a row."""
     require_sizes(config, "n_group", "topk_group")
     require_multiple(config, "n_routed_experts", "n_group")

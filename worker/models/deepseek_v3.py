@@ -1,12 +1,11 @@
 """DeepSeek V3 and R1: experts by sigmoid with a learned correction, in the best groups of them."""
 
-from transformers import PretrainedConfig
-
 from worker.layers.router import Router, SigmoidRouter
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import require_setting, require_setting_if_given
 from worker.models.deepseek import Deepseek, DeepseekShape
 from worker.models.deepseek_checks import check_deepseek, check_expert_groups
+from worker.text_config import TextConfig
 
 PREDICTION_LAYERS = ("model.layers.61.",)
 """Tensors of the released checkpoints' multi-token prediction layer, which comes after their 61 layers."""
@@ -16,12 +15,12 @@ class DeepseekV3(Deepseek):
     """``DeepseekV3ForCausalLM``."""
 
     @staticmethod
-    def shape_of(config: PretrainedConfig) -> DeepseekShape:
+    def shape_of(config: TextConfig) -> DeepseekShape:
         """No indexer."""
         return DeepseekShape.of(config, interleaved=bool(config.rope_interleave))
 
     @staticmethod
-    def router(config: PretrainedConfig, weights: WeightFormat) -> Router:
+    def router(config: TextConfig, weights: WeightFormat) -> Router:
         """Scores, renormalised or not."""
         return SigmoidRouter(
             config.n_routed_experts,
@@ -34,7 +33,7 @@ class DeepseekV3(Deepseek):
         )
 
 
-def check_deepseek_v3(config: PretrainedConfig) -> None:
+def check_deepseek_v3(config: TextConfig) -> None:
     """Refuse what this file does not compute."""
     check_deepseek(config)
     # A group is judged by its two best experts.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import PretrainedConfig
 
 from worker.kv_cache.sharing import Targets, validate_targets
 from worker.kv_cache.specs import LayerName
@@ -21,6 +20,7 @@ from worker.layers.rotary import RotaryTable
 from worker.layers.weights import Slot, WeightFormat
 from worker.models.gemma_attention import GemmaShape, KeysAndValues, Rotations, SelfAttention
 from worker.models.model import ModelContext, RowSet, StepInputs
+from worker.text_config import TextConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +182,7 @@ class LastOwnerEntry:
 class GemmaDecoder(ABC):
     """See the module."""
 
-    def __init__(
-        self, config: PretrainedConfig, context: ModelContext, names: CheckpointNames, shape: GemmaShape
-    ) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext, names: CheckpointNames, shape: GemmaShape) -> None:
         self.vocab_size = shape.vocab_size
         self.hidden_size = shape.hidden_size
         self.names = names
@@ -225,11 +223,11 @@ class GemmaDecoder(ABC):
         return f"{self.names.body}.layers.{index}"
 
     @abstractmethod
-    def entry(self, config: PretrainedConfig, index: int) -> LayerEntry:
+    def entry(self, config: TextConfig, index: int) -> LayerEntry:
         """Build the first half of a layer."""
 
     @abstractmethod
-    def layer(self, config: PretrainedConfig, index: int) -> Layer:
+    def layer(self, config: TextConfig, index: int) -> Layer:
         """Build a layer."""
 
     @abstractmethod
@@ -274,7 +272,7 @@ class GemmaDecoder(ABC):
             hidden = block.run(hidden, rotations, step.logit_rows)
         return self.head(self.norm(self.merge(hidden)))
 
-    def _block(self, config: PretrainedConfig, index: int) -> Block:
+    def _block(self, config: TextConfig, index: int) -> Block:
         layer, attention = self.shape.layers[index], self.cached_layers[index]
         return Block(
             SelfAttention(self.prefix(index), layer, self.shape, attention, self.weights), self.layer(config, index)

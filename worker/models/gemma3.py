@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from transformers import PretrainedConfig
 
 from worker.layers.weights import Slot, WeightFormat
 from worker.models.config_checks import (
@@ -26,12 +25,13 @@ from worker.models.gemma import (
 from worker.models.gemma_attention import GemmaShape, LayerShape, Values
 from worker.models.gemma_checks import check_gemma
 from worker.models.model import ModelContext
+from worker.text_config import TextConfig
 
 TEXT = CheckpointNames()
 MULTIMODAL = CheckpointNames("language_model.model", "language_model.lm_head")
 
 
-def check_gemma3(config: PretrainedConfig) -> None:
+def check_gemma3(config: TextConfig) -> None:
     """Refuse what this file does not compute."""
     require_setting(config, "model_type", "gemma3_text")
     check_gemma(config, ("default", "linear"))
@@ -65,15 +65,15 @@ class Gemma3Layer(NormalizedEntry):
 class Gemma3(GemmaDecoder):
     """``Gemma3ForCausalLM``, and the text part of ``Gemma3ForConditionalGeneration``."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext, names: CheckpointNames = TEXT) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext, names: CheckpointNames = TEXT) -> None:
         super().__init__(config, context, names, _shape(config))
 
-    def entry(self, config: PretrainedConfig, index: int) -> NormalizedEntry:
+    def entry(self, config: TextConfig, index: int) -> NormalizedEntry:
         """The norm before attention."""
         del config
         return NormalizedEntry(self.prefix(index), self.shape, self.weights)
 
-    def layer(self, config: PretrainedConfig, index: int) -> Gemma3Layer:
+    def layer(self, config: TextConfig, index: int) -> Gemma3Layer:
         """All layers are alike."""
         return Gemma3Layer(self.prefix(index), self.shape, config.intermediate_size, self.weights)
 
@@ -82,7 +82,7 @@ class Gemma3(GemmaDecoder):
         return Hidden(self.embedding(token_ids))
 
 
-def _shape(config: PretrainedConfig) -> GemmaShape:
+def _shape(config: TextConfig) -> GemmaShape:
     return GemmaShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

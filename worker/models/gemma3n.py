@@ -12,7 +12,6 @@ from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
-from transformers import PretrainedConfig
 
 from worker.layers.altup import AltUpCorrection, AltUpMerge, AltUpPrediction, AltUpShape, AltUpSpread
 from worker.layers.gated_mlp import GatedMLP
@@ -33,12 +32,13 @@ from worker.models.gemma_attention import GemmaShape, LayerShape, Values
 from worker.models.gemma_checks import check_gemma, check_sharing
 from worker.models.model import ModelContext
 from worker.ranks.rank_group import RankGroup
+from worker.text_config import TextConfig
 
 TEXT = CheckpointNames()
 MULTIMODAL = CheckpointNames("model.language_model")
 
 
-def check_gemma3n(config: PretrainedConfig) -> None:
+def check_gemma3n(config: TextConfig) -> None:
     """Refuse what this file does not compute."""
     require_setting(config, "model_type", "gemma3n_text")
     check_gemma(config, ("default", "linear"))
@@ -120,7 +120,7 @@ class Gemma3nLayer(Gemma3nEntry):
         prefix: str,
         shape: GemmaShape,
         altup: AltUpShape,
-        config: PretrainedConfig,
+        config: TextConfig,
         index: int,
         weights: WeightFormat,
     ) -> None:
@@ -161,7 +161,7 @@ class Gemma3nLayer(Gemma3nEntry):
 class Gemma3n(GemmaDecoder):
     """The text part of ``Gemma3nForConditionalGeneration``, and ``Gemma3nForCausalLM``."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext, names: CheckpointNames = TEXT) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext, names: CheckpointNames = TEXT) -> None:
         self._altup = AltUpShape(
             config.altup_num_inputs,
             config.altup_active_idx,
@@ -185,12 +185,12 @@ class Gemma3n(GemmaDecoder):
             sum_scale=self.weights.rounded(2.0**-0.5),
         )
 
-    def entry(self, config: PretrainedConfig, index: int) -> Gemma3nEntry:
+    def entry(self, config: TextConfig, index: int) -> Gemma3nEntry:
         """Prediction and norm."""
         del config
         return Gemma3nEntry(self.prefix(index), self.shape, self._altup, self.weights)
 
-    def layer(self, config: PretrainedConfig, index: int) -> Gemma3nLayer:
+    def layer(self, config: TextConfig, index: int) -> Gemma3nLayer:
         """A layer with its own width and sparsity."""
         return Gemma3nLayer(self.prefix(index), self.shape, self._altup, config, index, self.weights)
 
@@ -222,7 +222,7 @@ def _activation(sparsity: float, weights: WeightFormat) -> Callable[[torch.Tenso
     return partial(sparse_gelu_and_multiply, deviations=deviations, ranks=weights.ranks)
 
 
-def _shape(config: PretrainedConfig) -> GemmaShape:
+def _shape(config: TextConfig) -> GemmaShape:
     return GemmaShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from transformers import PretrainedConfig
 
 from worker.layers.linear import Linear
 from worker.layers.moe import Experts
@@ -40,13 +39,14 @@ from worker.models.gemma import (
 from worker.models.gemma_attention import GemmaShape, LayerShape, Values
 from worker.models.gemma_checks import check_gemma, check_sharing
 from worker.models.model import ModelContext
+from worker.text_config import TextConfig
 
 TEXT = CheckpointNames()
 MULTIMODAL = CheckpointNames("model.language_model")
 PER_LAYER_FIELDS = frozenset({"head_dim", "num_key_value_heads"})
 
 
-def check_gemma4(config: PretrainedConfig) -> None:
+def check_gemma4(config: TextConfig) -> None:
     """Refuse what this file does not compute."""
     require_setting(config, "model_type", "gemma4_text")
     # First, because other fields cannot be read while they differ from layer to layer.
@@ -64,7 +64,7 @@ def check_gemma4(config: PretrainedConfig) -> None:
         require_at_most(config, "top_k_experts", "num_experts")
 
 
-def _check_per_layer_fields(config: PretrainedConfig) -> None:
+def _check_per_layer_fields(config: TextConfig) -> None:
     others = (config.per_layer_attributes or set()) - PER_LAYER_FIELDS
     if others:
         raise UnsupportedModel(
@@ -118,9 +118,7 @@ class ExpertRouter:
 class DenseAndExperts:
     """The sum of a gated MLP and a mixture of experts, each between norms of its own."""
 
-    def __init__(
-        self, shape: GemmaShape, dense: NormalizedMLP, config: PretrainedConfig, weights: WeightFormat
-    ) -> None:
+    def __init__(self, shape: GemmaShape, dense: NormalizedMLP, config: TextConfig, weights: WeightFormat) -> None:
         self._ranks = weights.ranks
         self.dense = dense
         self.dense_norm = shape.norm(weights)
@@ -189,7 +187,7 @@ class Gemma4Layer(NormalizedEntry):
 class Gemma4(GemmaDecoder):
     """``Gemma4ForCausalLM``, and the text part of ``Gemma4ForConditionalGeneration``."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext, names: CheckpointNames = TEXT) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext, names: CheckpointNames = TEXT) -> None:
         super().__init__(config, context, names, _shape(config))
         self.per_layer: PerLayerInputs | None = None
         if config.hidden_size_per_layer_input:
@@ -205,12 +203,12 @@ class Gemma4(GemmaDecoder):
                 sum_scale=2.0**-0.5,
             )
 
-    def entry(self, config: PretrainedConfig, index: int) -> NormalizedEntry:
+    def entry(self, config: TextConfig, index: int) -> NormalizedEntry:
         """The norm before attention."""
         del config
         return NormalizedEntry(self.prefix(index), self.shape, self.weights)
 
-    def layer(self, config: PretrainedConfig, index: int) -> Gemma4Layer:
+    def layer(self, config: TextConfig, index: int) -> Gemma4Layer:
         """A layer with what the configuration gives it."""
         shape, weights = self.shape, self.weights
         # The width belongs to the checkpoint, whatever shares a cache here.
@@ -235,7 +233,8 @@ class Gemma4(GemmaDecoder):
             yield from self.per_layer.slots(self.names.body)
 
 
-def _shape(config: PretrainedConfig) -> GemmaShape:
+def _shape(config: TextConfig) -> GemmaShape:
+    layers = config.per_layer_config or [config] * config.num_hidden_layers
     return GemmaShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -249,7 +248,7 @@ def _shape(config: PretrainedConfig) -> GemmaShape:
                 scale=1.0,
                 values=Values.NORMALIZED_KEYS if config.attention_k_eq_v and layer_type == FULL else Values.NORMALIZED,
             )
-            for layer_type, layer in zip(config.layer_types, config.per_layer_config, strict=True)
+            for layer_type, layer in zip(config.layer_types, layers, strict=True)
         ),
         norm_epsilon=config.rms_norm_eps,
         attention_bias=config.attention_bias,

@@ -1,7 +1,5 @@
 """What a Gemma configuration must satisfy; each model's own check is made of these and of its own fields."""
 
-from transformers import PretrainedConfig
-
 from worker.layers.rotary import rope_parameters
 from worker.models.config_checks import (
     FULL,
@@ -12,9 +10,10 @@ from worker.models.config_checks import (
     require_setting,
     require_sizes,
 )
+from worker.text_config import TextConfig
 
 
-def check_gemma(config: PretrainedConfig, rope_types: tuple[str, ...]) -> None:
+def check_gemma(config: TextConfig, rope_types: tuple[str, ...]) -> None:
     """Sizes of the model, its types of layers and their ropes, and what all of them compute alike."""
     require_sizes(config, "hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads")
     require_sizes(config, "sliding_window")
@@ -27,7 +26,7 @@ def check_gemma(config: PretrainedConfig, rope_types: tuple[str, ...]) -> None:
         _check_rope(config, layer_type, rope_types)
 
 
-def check_sharing(config: PretrainedConfig) -> None:
+def check_sharing(config: TextConfig) -> None:
     """Every sharing layer needs an owner of its type before the first of them."""
     shared, layers = config.num_kv_shared_layers, config.num_hidden_layers
     if not (isinstance(shared, int) and 0 <= shared < layers):
@@ -43,7 +42,7 @@ def check_sharing(config: PretrainedConfig) -> None:
         )
 
 
-def _check_rope(config: PretrainedConfig, layer_type: str, rope_types: tuple[str, ...]) -> None:
+def _check_rope(config: TextConfig, layer_type: str, rope_types: tuple[str, ...]) -> None:
     if not isinstance(config.rope_parameters.get(layer_type), dict):
         raise UnsupportedModel(f"config.json: rope_parameters has nothing for {layer_type}")
     parameters = rope_parameters(config, layer_type)

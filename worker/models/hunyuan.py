@@ -10,10 +10,8 @@ architecture is that of its own release (Sun et al. 2024).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from worker.kv_cache.sharing import NoSharing, SharingError, Targets
 from worker.kv_cache.specs import LayerName
@@ -33,73 +31,10 @@ from worker.models.config_checks import (
 )
 from worker.models.decoder import Decoder, DecoderLayer, DecoderShape, LastOwnerKeys
 from worker.models.model import ModelContext
+from worker.text_config import TextConfig
 
 
-class HunyuanConfig(PretrainedConfig):  # type: ignore[misc]  # transformers has no types here
-    """What released configurations say, of which transformers' classes read a part; defaults are what they compute.
-
-    ``num_experts``, ``moe_topk``, ``num_shared_expert`` and ``moe_intermediate_size`` (None: ``intermediate_size``) may
-    be lists with one entry per layer. "Dynamic" rope scaling by a fixed ``alpha`` depends on no length: it becomes a
-    plain rope with a greater base.
-    """
-
-    model_type = "hunyuan_v1_moe"
-
-    vocab_size: int = 290943
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    attention_head_dim: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_parameters: dict[str, Any] | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    num_experts: int | list[int] = 1
-    moe_topk: int | list[int] = 1
-    num_shared_expert: int | list[int] = 1
-    moe_intermediate_size: int | list[int] | None = None
-    moe_layer_num_skipped: int = 0
-    use_mixed_mlp_moe: bool = True
-    use_qk_norm: bool = True
-    use_cla: bool = False
-    cla_share_factor: int | None = 1
-    norm_type: str = "rms"
-    use_rotary_pos_emb: bool = True
-    use_mla: bool = False
-    mamba: bool = False
-    position_embedding_xdrope: bool = False
-    group_limited_greedy: bool = False
-    moe_drop_tokens: bool = False
-    moe_random_routing_dropped_token: bool = False
-    add_classification_head: bool = False
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        self.head_dim = self.head_dim or self.attention_head_dim or self.hidden_size // self.num_attention_heads
-        super().__post_init__(**kwargs)
-        rope = self.rope_parameters or {}
-        alpha = rope.get("alpha")
-        if rope.get("rope_type") == "dynamic" and alpha and rope.get("factor", 1.0) == 1.0 and self.head_dim > 2:
-            base = rope["rope_theta"] * alpha ** (self.head_dim / (self.head_dim - 2))
-            self.rope_parameters = {"rope_type": "default", "rope_theta": base}
-
-
-class HunyuanLargeConfig(HunyuanConfig):
-    """The defaults of Hunyuan-Large's own release."""
-
-    model_type = "hunyuan"
-
-    use_mixed_mlp_moe: bool = False
-    use_qk_norm: bool = False
-
-
-def check_hunyuan(config: PretrainedConfig) -> None:
+def check_hunyuan(config: TextConfig) -> None:
     """A plain decoder's settings; lists that fit the layers; nothing of the family's experiments."""
     check_plain_decoder(config)
     require_setting_if_given(config, "sliding_window", None)
@@ -133,13 +68,13 @@ def check_hunyuan(config: PretrainedConfig) -> None:
         _per_layer(config, "moe_intermediate_size")
 
 
-def check_hunyuan_dense(config: PretrainedConfig) -> None:
+def check_hunyuan_dense(config: TextConfig) -> None:
     """No experts."""
     check_hunyuan(config)
     require_setting(config, "num_experts", 1)
 
 
-def check_hunyuan_moe(config: PretrainedConfig) -> None:
+def check_hunyuan_moe(config: TextConfig) -> None:
     """Experts in every layer, as transformers computes it."""
     check_hunyuan(config)
     if 1 in _per_layer(config, "num_experts"):
@@ -190,16 +125,16 @@ class Hunyuan(Decoder):
     """``HunYuanDenseV1ForCausalLM`` and ``HunYuanMoEV1ForCausalLM``."""
 
     @staticmethod
-    def shape_of(config: PretrainedConfig) -> DecoderShape:
+    def shape_of(config: TextConfig) -> DecoderShape:
         """Biases in attention as the configuration says; norms on heads are the layers' own affair."""
         return DecoderShape.of(config, qkv_bias=config.attention_bias, output_bias=config.attention_bias)
 
     @staticmethod
-    def layer_class(config: PretrainedConfig) -> type[DecoderLayer]:
+    def layer_class(config: TextConfig) -> type[DecoderLayer]:
         """With norms on heads, or plain."""
         return HunyuanLayer if config.use_qk_norm else DecoderLayer
 
-    def feed_forward(self, config: PretrainedConfig, index: int, context: ModelContext) -> FeedForward:
+    def feed_forward(self, config: TextConfig, index: int, context: ModelContext) -> FeedForward:
         """Experts and what is shared beside them, or the plain MLP."""
         count = _per_layer(config, "num_experts")[index]
         if count == 1 or index < config.moe_layer_num_skipped:
@@ -226,14 +161,14 @@ class Hunyuan(Decoder):
         del top_k
         return True
 
-    def declared_sharing(self, config: PretrainedConfig, names: Sequence[LayerName]) -> Targets:
+    def declared_sharing(self, config: TextConfig, names: Sequence[LayerName]) -> Targets:
         """With CLA each layer uses the cache of the first of its group."""
         if not config.use_cla:
             return {}
         size = config.cla_share_factor
         return {name: names[i - i % size] for i, name in enumerate(names) if i % size}
 
-    def sharing_targets(self, config: PretrainedConfig, names: Sequence[LayerName], context: ModelContext) -> Targets:
+    def sharing_targets(self, config: TextConfig, names: Sequence[LayerName], context: ModelContext) -> Targets:
         """Any rule under which layers share that have nothing of their own; without weights also none, to compare."""
         targets = super().sharing_targets(config, names, context)
         lonely = [name for name in self.declared_sharing(config, names) if name not in targets]
@@ -255,7 +190,7 @@ class HunyuanLarge(Hunyuan):
         return top_k > 1
 
 
-def _per_layer(config: PretrainedConfig, field: str) -> list[int]:
+def _per_layer(config: TextConfig, field: str) -> list[int]:
     """A field's value in every layer; raises unless all are whole numbers of at least 1."""
     value, layers = getattr(config, field), config.num_hidden_layers
     values = value if isinstance(value, list) else [value] * layers
@@ -266,7 +201,7 @@ def _per_layer(config: PretrainedConfig, field: str) -> list[int]:
     return values
 
 
-def _expert_width(config: PretrainedConfig, index: int) -> int:
+def _expert_width(config: TextConfig, index: int) -> int:
     if config.moe_intermediate_size is None:
         return int(config.intermediate_size)
     return _per_layer(config, "moe_intermediate_size")[index]

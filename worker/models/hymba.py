@@ -6,12 +6,10 @@ sequence: their ids follow the vocabulary's, and windows never lose sight of the
 of the layer before; each has a Mamba of its own, so the last layer stores something in any case.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
-from transformers import PretrainedConfig
 
 from worker.kv_cache.sharing import Targets, validate_targets
 from worker.kv_cache.specs import LayerName
@@ -36,77 +34,12 @@ from worker.models.config_checks import (
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.ranks.rank_group import CannotSplit
 from worker.ranks.span import Span
-
-
-class HymbaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers has no types here
-    """The published fields. ``rope_parameters`` is made of them: "ntk" is a plain rope with another base."""
-
-    model_type = "hymba"
-
-    vocab_size: int = 32001
-    hidden_size: int = 1600
-    intermediate_size: int = 5504
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 25
-    num_key_value_heads: int = 5
-    attn_hidden_size: int = -1
-    kq_head_dim: int = -1
-    v_head_dim: int = -1
-    kq_norm: str = "none"
-    sliding_window: int | None = None
-    global_attn_idx: list[int] | None = None
-    kv_reuse_group: list[list[int]] | None = None
-    kv_reuse_every_i_layer: int = -1
-    kv_weight_reuse: bool = False
-    num_memory_tokens: int = 0
-    memory_tokens_interspersed_every: int = 0
-    num_mamba: int = 1
-    mamba_d_state: int = 16
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_dt_rank: int | str = "auto"
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-    mamba_inner_layernorms: bool = True
-    layer_type: list[str] | None = None
-    hidden_act: str = "silu"
-    mlp_hidden_act: str = "silu"
-    num_experts: int = 1
-    max_position_embeddings: int = 8192
-    orig_max_position_embeddings: int | None = None
-    rope: bool = True
-    rope_type: str | None = None
-    rope_theta: float = 10000.0
-    rope_parameters: dict[str, object] | None = None
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
-
-    def __post_init__(self, **kwargs: object) -> None:
-        require_sizes(self, "hidden_size", "num_attention_heads", "max_position_embeddings")
-        base = self.rope_theta
-        if self.rope_type == "ntk":
-            # Stretched once, by fixed lengths, for twice the context that it was trained for.
-            require_sizes(self, "orig_max_position_embeddings")
-            original = self.orig_max_position_embeddings
-            assert original is not None
-            if original > self.max_position_embeddings:
-                raise UnsupportedModel(
-                    f"orig_max_position_embeddings {original} is more than max_position_embeddings "
-                    f"{self.max_position_embeddings}"
-                )
-            head_dim = self.hidden_size // self.num_attention_heads
-            # A head of two numbers turns at a rate of 1, whatever the base.
-            base *= (2 * self.max_position_embeddings / original - 1) ** (head_dim / max(head_dim - 2, 1))
-        self.rope_parameters = {"rope_type": "default", "rope_theta": base}
-        if self.mamba_dt_rank == "auto":
-            self.mamba_dt_rank = math.ceil(self.hidden_size / 16)
-        super().__post_init__(**kwargs)
-
+from worker.text_config import TextConfig
 
 MAX_META_TOKENS = 1 << 16
 
 
-def check_hymba(config: PretrainedConfig) -> None:
+def check_hymba(config: TextConfig) -> None:
     """Raise ``UnsupportedModel`` for sizes that make no sense and for what the published code can but we cannot."""
     require_sizes(
         config,
@@ -157,7 +90,7 @@ def check_hymba(config: PretrainedConfig) -> None:
         _require_layers(config, "kv_reuse_group", [layer for group in groups for layer in group])
 
 
-def _require_layers(config: PretrainedConfig, field: str, layers: object) -> None:
+def _require_layers(config: TextConfig, field: str, layers: object) -> None:
     """Raise unless ``layers`` is a list of different layer indices."""
     every = range(config.num_hidden_layers)
     if not (isinstance(layers, list) and all(type(layer) is int and layer in every for layer in layers)):
@@ -166,7 +99,7 @@ def _require_layers(config: PretrainedConfig, field: str, layers: object) -> Non
         raise UnsupportedModel(f"config.json: {field} names a layer twice: {layers!r}")
 
 
-def meta_tokens(config: PretrainedConfig) -> tuple[int, ...]:
+def meta_tokens(config: TextConfig) -> tuple[int, ...]:
     """The ids that stand before every sequence."""
     return tuple(range(config.vocab_size, config.vocab_size + config.num_memory_tokens))
 
@@ -191,7 +124,7 @@ class LayerStorage:
     ``in_proj`` is one matrix for both branches; its rows are queries, keys, values, the Mamba's input, its gate.
     """
 
-    def __init__(self, index: int, config: PretrainedConfig, attention: Attention, context: ModelContext) -> None:
+    def __init__(self, index: int, config: TextConfig, attention: Attention, context: ModelContext) -> None:
         hidden = config.hidden_size
         channels = config.mamba_expand * hidden
         self.prefix = f"model.layers.{index}"
@@ -243,7 +176,7 @@ class LayerStorage:
 class HymbaLayer:
     """One layer: what it stores, which needs every row, and what it adds to the rows that go on."""
 
-    def __init__(self, index: int, config: PretrainedConfig, attention: Attention, context: ModelContext) -> None:
+    def __init__(self, index: int, config: TextConfig, attention: Attention, context: ModelContext) -> None:
         weights, epsilon = context.weights, config.rms_norm_eps
         channels = config.mamba_expand * config.hidden_size
         self.storage = LayerStorage(index, config, attention, context)
@@ -280,7 +213,7 @@ class HymbaLayer:
 class Hymba:
     """See the module."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext) -> None:
         if context.weights.ranks.size > 1:
             raise CannotSplit("the architecture is HymbaForCausalLM, of which every layer is computed on one rank")
         names = [LayerName(f"model.layers.{i}.mamba.self_attn.attn") for i in range(config.num_hidden_layers)]
@@ -348,14 +281,12 @@ class Hymba:
         return self.head(self.norm(hidden))
 
 
-def _sharing_layers(config: PretrainedConfig) -> dict[int, int]:
+def _sharing_layers(config: TextConfig) -> dict[int, int]:
     """From each layer without keys and values of its own, by the checkpoint, to the first of its group."""
     return {layer: group[0] for group in config.kv_reuse_group or () for layer in group[1:]}
 
 
-def _attention(
-    index: int, name: LayerName, config: PretrainedConfig, context: ModelContext, targets: Targets
-) -> Attention:
+def _attention(index: int, name: LayerName, config: TextConfig, context: ModelContext, targets: Targets) -> Attention:
     head_dim = config.hidden_size // config.num_attention_heads
     slides = config.sliding_window is not None and index not in config.global_attn_idx
     return Attention(

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import PretrainedConfig
 
 from kernels.attention.latent import Selection
 from worker.kv_cache.sharing import validate_targets
@@ -45,6 +44,7 @@ from worker.models.config_checks import (
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.ranks.rank_group import split
 from worker.ranks.span import Span
+from worker.text_config import TextConfig
 
 INDEXER_EPSILON = 1e-6
 
@@ -62,7 +62,7 @@ class LayerKind:
     sparse_feed_forward: bool
 
 
-def layer_kinds(config: PretrainedConfig) -> list[LayerKind]:
+def layer_kinds(config: TextConfig) -> list[LayerKind]:
     """The kinds of all layers."""
     return [
         LayerKind(bool(rope), source, indexer == "full", feed_forward == "sparse")
@@ -92,9 +92,7 @@ class LayerRows:
 class StoredStates:
     """What an attention layer stores of every row: a latent, an index key, or both, from one product."""
 
-    def __init__(
-        self, config: PretrainedConfig, attention: LatentAttention, weights: WeightFormat, *, rope: bool
-    ) -> None:
+    def __init__(self, config: TextConfig, attention: LatentAttention, weights: WeightFormat, *, rope: bool) -> None:
         self._attention = attention
         self._rope = rope
         self._latent_dim = config.kv_lora_rank
@@ -168,7 +166,7 @@ class StoringLayer:
     """A layer as far as what it stores: all that a headless model keeps of its last owner."""
 
     def __init__(
-        self, index: int, config: PretrainedConfig, attention: LatentAttention, context: ModelContext, *, rope: bool
+        self, index: int, config: TextConfig, attention: LatentAttention, context: ModelContext, *, rope: bool
     ) -> None:
         self.prefix = f"layers.{index}"
         self.attention = attention
@@ -194,7 +192,7 @@ class Layer(StoringLayer):
     """A whole layer: ``store`` needs every row, ``finish`` only those that go on."""
 
     def __init__(
-        self, index: int, config: PretrainedConfig, attention: LatentAttention, context: ModelContext, kind: LayerKind
+        self, index: int, config: TextConfig, attention: LatentAttention, context: ModelContext, kind: LayerKind
     ) -> None:
         super().__init__(index, config, attention, context, rope=kind.rope)
         weights = context.weights
@@ -260,7 +258,7 @@ class Layer(StoringLayer):
 class MistralLarge4:
     """See the module."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext) -> None:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         weights, kinds = context.weights, layer_kinds(config)
@@ -329,9 +327,7 @@ class MistralLarge4:
         return self.head(self.norm(hidden))
 
 
-def _attention_layers(
-    config: PretrainedConfig, kinds: Sequence[LayerKind], context: ModelContext
-) -> list[LatentAttention]:
+def _attention_layers(config: TextConfig, kinds: Sequence[LayerKind], context: ModelContext) -> list[LatentAttention]:
     names = [LayerName(f"model.layers.{index}.self_attn.attn") for index in range(len(kinds))]
     declared = {names[i]: names[kind.source] for i, kind in enumerate(kinds) if kind.source != i}
     targets = context.sharing.resolve(names, declared=declared)
@@ -356,12 +352,12 @@ def _attention_layers(
     return layers
 
 
-def _heads(config: PretrainedConfig, context: ModelContext) -> Span:
+def _heads(config: TextConfig, context: ModelContext) -> Span:
     """The query heads of this rank."""
     return split(context.weights.ranks, config.num_attention_heads, "num_attention_heads")
 
 
-def _mixture_of_experts(config: PretrainedConfig, weights: WeightFormat) -> MixtureOfExperts:
+def _mixture_of_experts(config: TextConfig, weights: WeightFormat) -> MixtureOfExperts:
     width = config.moe_intermediate_size
     return MixtureOfExperts(
         Experts(config.n_routed_experts, config.hidden_size, width, weights),
@@ -376,7 +372,7 @@ def _checkpoint_name(name: str) -> str:
     return ".".join(PROJECTION_NAMES.get(part, part) for part in name.split("."))
 
 
-def check_mistral_large4(config: PretrainedConfig) -> None:
+def check_mistral_large4(config: TextConfig) -> None:
     """Refuse what this file does not compute, and what transformers would compute differently than it says."""
     require_setting(config, "model_type", "mistral_large4_text")
     require_sizes(

@@ -18,8 +18,9 @@ from worker.layers.cache_format import CacheFormat
 from worker.layers.cached_layer import CachedLayer
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.model import ModelContext
-from worker.models.registry import ModelConfig, parse_config
+from worker.models.registry import ModelConfig
 from worker.ranks.rank_group import SOLO, DescribedRank
 from worker.weight_loader import require_tensors
 

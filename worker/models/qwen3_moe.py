@@ -1,16 +1,15 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in most layers."""
 
-from transformers import PretrainedConfig
-
 from worker.layers.gated_mlp import FeedForward
 from worker.layers.moe import Experts, MixtureOfExperts
 from worker.layers.router import SoftmaxRouter
 from worker.models.config_checks import check_plain_decoder, require_at_most, require_setting, require_sizes
 from worker.models.model import ModelContext
 from worker.models.qwen3 import Qwen3
+from worker.text_config import TextConfig
 
 
-def check_qwen3_moe(config: PretrainedConfig) -> None:
+def check_qwen3_moe(config: TextConfig) -> None:
     """A plain decoder's settings, and sizes of experts that make sense."""
     check_plain_decoder(config)
     require_sizes(config, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
@@ -22,7 +21,7 @@ def check_qwen3_moe(config: PretrainedConfig) -> None:
 class Qwen3Moe(Qwen3):
     """``Qwen3MoeForCausalLM``."""
 
-    def feed_forward(self, config: PretrainedConfig, index: int, context: ModelContext) -> FeedForward:
+    def feed_forward(self, config: TextConfig, index: int, context: ModelContext) -> FeedForward:
         """Experts in every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
         if index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step:
             return super().feed_forward(config, index, context)

@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers import PretrainedConfig
 
 from kernels.pages import KEY_VALUE
 from worker.kv_cache.sharing import validate_targets
@@ -41,6 +40,7 @@ from worker.models.config_checks import (
 )
 from worker.models.model import ModelContext, RowSet, StepInputs
 from worker.ranks.heads import Heads
+from worker.text_config import TextConfig
 
 DELTA_NET = "linear_attention"
 
@@ -48,7 +48,7 @@ _ATTENTION_MODULE = "model.layers.{}.self_attn"
 _DELTA_NET_MODULE = "model.layers.{}.linear_attn"
 
 
-def check_qwen3_next(config: PretrainedConfig) -> None:
+def check_qwen3_next(config: TextConfig) -> None:
     """Refuse what this file does not compute."""
     require_sizes(
         config,
@@ -77,7 +77,7 @@ def check_qwen3_next(config: PretrainedConfig) -> None:
     _check_layers(config)
 
 
-def _check_layers(config: PretrainedConfig) -> None:
+def _check_layers(config: TextConfig) -> None:
     layers = config.num_hidden_layers
     require_entries(config, "layer_types", (FULL, DELTA_NET))
     if FULL not in config.layer_types:
@@ -109,7 +109,7 @@ class TokenMixer(Protocol):
 class KeyValueWriter:
     """The way of keys and values from their projection into the cache. ``prefix`` is the attention module's."""
 
-    def __init__(self, prefix: str, attention: Attention, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, prefix: str, attention: Attention, config: TextConfig, context: ModelContext) -> None:
         self._prefix = prefix
         self._attention = attention
         self.norm = RMSNorm(attention.head_dim, config.rms_norm_eps, context.weights, offset=1.0)
@@ -131,7 +131,7 @@ class KeyValueWriter:
 class GatedAttention:
     """Attention whose output is gated per head and channel before it is projected (Qiu et al. 2025)."""
 
-    def __init__(self, prefix: str, attention: Attention, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, prefix: str, attention: Attention, config: TextConfig, context: ModelContext) -> None:
         weights, bias = context.weights, config.attention_bias
         self._prefix = prefix
         self._attention = attention
@@ -175,9 +175,7 @@ class GatedAttention:
 class GatedDeltaNet:
     """A delta recurrence (Yang et al. 2024), its output normalised per head and gated."""
 
-    def __init__(
-        self, prefix: str, recurrence: DeltaRecurrence, config: PretrainedConfig, context: ModelContext
-    ) -> None:
+    def __init__(self, prefix: str, recurrence: DeltaRecurrence, config: TextConfig, context: ModelContext) -> None:
         self._prefix = prefix
         self._recurrence = recurrence
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, context.weights)
@@ -205,7 +203,7 @@ class GatedDeltaNet:
 class Layer:
     """A mixer and a feed-forward on one residual stream, in the mixer's two halves."""
 
-    def __init__(self, index: int, mixer: TokenMixer, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, index: int, mixer: TokenMixer, config: TextConfig, context: ModelContext) -> None:
         self._prefix = f"model.layers.{index}"
         self._mixer = mixer
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.weights, offset=1.0)
@@ -244,7 +242,7 @@ class StateWriter(Protocol):
 class LastKeys:
     """Of an attention layer: keys and values."""
 
-    def __init__(self, prefix: str, attention: Attention, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, prefix: str, attention: Attention, config: TextConfig, context: ModelContext) -> None:
         self._prefix = prefix
         width = _heads(config, context).key_value.times(attention.head_dim)
         self.projection = Linear(
@@ -282,7 +280,7 @@ class LastState:
 class LastOwner:
     """All that a headless model keeps of the last layer that stores anything."""
 
-    def __init__(self, index: int, writer: StateWriter, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, index: int, writer: StateWriter, config: TextConfig, context: ModelContext) -> None:
         self._prefix = f"model.layers.{index}"
         self._writer = writer
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context.weights, offset=1.0)
@@ -300,7 +298,7 @@ class LastOwner:
 class Qwen3Next:
     """``Qwen3NextForCausalLM``."""
 
-    def __init__(self, config: PretrainedConfig, context: ModelContext) -> None:
+    def __init__(self, config: TextConfig, context: ModelContext) -> None:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         cores = _cores(config, context)
@@ -361,12 +359,12 @@ class Qwen3Next:
         return self.head(self.norm(hidden))
 
 
-def _heads(config: PretrainedConfig, context: ModelContext) -> Heads:
+def _heads(config: TextConfig, context: ModelContext) -> Heads:
     """Those of this rank, in every layer with attention."""
     return Heads.of(context.weights.ranks, config.num_attention_heads, config.num_key_value_heads)
 
 
-def _cores(config: PretrainedConfig, context: ModelContext) -> list[Attention | DeltaRecurrence]:
+def _cores(config: TextConfig, context: ModelContext) -> list[Attention | DeltaRecurrence]:
     """What each layer has a cache for. Only attention can share."""
     names = {
         index: LayerName(f"model.layers.{index}.self_attn.attn")
@@ -407,30 +405,28 @@ def _cores(config: PretrainedConfig, context: ModelContext) -> list[Attention | 
     ]
 
 
-def _mixer(
-    index: int, core: Attention | DeltaRecurrence, config: PretrainedConfig, context: ModelContext
-) -> TokenMixer:
+def _mixer(index: int, core: Attention | DeltaRecurrence, config: TextConfig, context: ModelContext) -> TokenMixer:
     if isinstance(core, Attention):
         return GatedAttention(_ATTENTION_MODULE.format(index), core, config, context)
     return GatedDeltaNet(_DELTA_NET_MODULE.format(index), core, config, context)
 
 
 def _state_writer(
-    index: int, core: Attention | DeltaRecurrence, config: PretrainedConfig, context: ModelContext
+    index: int, core: Attention | DeltaRecurrence, config: TextConfig, context: ModelContext
 ) -> StateWriter:
     if isinstance(core, Attention):
         return LastKeys(_ATTENTION_MODULE.format(index), core, config, context)
     return LastState(_DELTA_NET_MODULE.format(index), core)
 
 
-def _is_sparse(config: PretrainedConfig, index: int) -> bool:
+def _is_sparse(config: TextConfig, index: int) -> bool:
     """Whether a layer's feed-forward is a mixture of experts."""
     if index in config.mlp_only_layers or config.num_experts == 0:
         return False
     return bool((index + 1) % config.decoder_sparse_step == 0)
 
 
-def _feed_forward(config: PretrainedConfig, index: int, context: ModelContext) -> FeedForward:
+def _feed_forward(config: TextConfig, index: int, context: ModelContext) -> FeedForward:
     hidden_size, weights = config.hidden_size, context.weights
     if not _is_sparse(config, index):
         return GatedMLP(hidden_size, config.intermediate_size, weights)

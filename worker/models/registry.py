@@ -1,4 +1,4 @@
-"""From a checkpoint's ``architectures`` to the class that computes it, and from its configuration to a built model.
+"""From the architecture that a checkpoint names to the class that computes it, and to a built model.
 
 A new model is one file and one line here.
 """
@@ -6,10 +6,8 @@ A new model is one file and one line here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
-from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from worker.kv_cache.sharing import ModelDeclared
 from worker.layers.cache_format import CacheFormat
@@ -26,14 +24,12 @@ from worker.models.gemma4 import MULTIMODAL as GEMMA4_MULTIMODAL
 from worker.models.gemma4 import Gemma4, check_gemma4
 from worker.models.hunyuan import (
     Hunyuan,
-    HunyuanConfig,
     HunyuanLarge,
-    HunyuanLargeConfig,
     check_hunyuan,
     check_hunyuan_dense,
     check_hunyuan_moe,
 )
-from worker.models.hymba import Hymba, HymbaConfig, check_hymba, meta_tokens
+from worker.models.hymba import Hymba, check_hymba, meta_tokens
 from worker.models.llama import Llama, check_llama
 from worker.models.mistral import Mistral, check_mistral
 from worker.models.mistral_large4 import MistralLarge4, check_mistral_large4
@@ -43,8 +39,8 @@ from worker.models.qwen3 import Qwen3
 from worker.models.qwen3_moe import Qwen3Moe, check_qwen3_moe
 from worker.models.qwen3_next import Qwen3Next, check_qwen3_next
 from worker.ranks.rank_group import CannotSplit, DescribedRank
+from worker.text_config import ReadConfig, TextConfig
 
-MAX_LAYERS = 1024
 GEMMA_ENCODERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 
 
@@ -52,18 +48,17 @@ GEMMA_ENCODERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_visi
 class Architecture:
     """How a checkpoint that names it is read.
 
-    ``check`` raises ``UnsupportedModel`` for a setting that ``model`` would not honour. ``config_class`` is for
-    architectures that transformers does not have. Of a multimodal checkpoint, ``text_part`` is true: only the text
-    model is served, and tensors whose names begin with one of ``unserved`` are left alone. ``prefix_tokens`` gives ids
-    after the vocabulary's that stand before every sequence, in the cache like any other token.
+    ``check`` raises ``UnsupportedModel`` for a setting that ``model`` would not honour; it sees transformers' object.
+    Of a multimodal checkpoint, ``text_part`` is true: only the text model is served, and tensors whose names begin with
+    one of ``unserved`` are left alone. ``prefix_tokens`` gives ids after the vocabulary's that stand before every
+    sequence, in the cache like any other token.
     """
 
-    model: Callable[[PretrainedConfig, ModelContext], Model]
-    check: Callable[[PretrainedConfig], None]
-    config_class: type[PretrainedConfig] | None = None
+    model: Callable[[TextConfig, ModelContext], Model]
+    check: Callable[[TextConfig], None]
     text_part: bool = False
     unserved: tuple[str, ...] = ()
-    prefix_tokens: Callable[[PretrainedConfig], tuple[int, ...]] = lambda config: ()
+    prefix_tokens: Callable[[TextConfig], tuple[int, ...]] = lambda config: ()
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -85,10 +80,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Gemma4ForConditionalGeneration": Architecture(
         partial(Gemma4, names=GEMMA4_MULTIMODAL), check_gemma4, text_part=True, unserved=GEMMA_ENCODERS
     ),
-    "HunYuanDenseV1ForCausalLM": Architecture(Hunyuan, check_hunyuan_dense, HunyuanConfig),
-    "HunYuanForCausalLM": Architecture(HunyuanLarge, check_hunyuan, HunyuanLargeConfig),
-    "HunYuanMoEV1ForCausalLM": Architecture(Hunyuan, check_hunyuan_moe, HunyuanConfig),
-    "HymbaForCausalLM": Architecture(Hymba, check_hymba, HymbaConfig, prefix_tokens=meta_tokens),
+    "HunYuanDenseV1ForCausalLM": Architecture(Hunyuan, check_hunyuan_dense),
+    "HunYuanForCausalLM": Architecture(HunyuanLarge, check_hunyuan),
+    "HunYuanMoEV1ForCausalLM": Architecture(Hunyuan, check_hunyuan_moe),
+    "HymbaForCausalLM": Architecture(Hymba, check_hymba, prefix_tokens=meta_tokens),
     "LlamaForCausalLM": Architecture(Llama, check_llama),
     "MistralForCausalLM": Architecture(Mistral, check_mistral),
     "MistralLarge4ForConditionalGeneration": Architecture(
@@ -117,8 +112,22 @@ class ModelConfig:
     """A checkpoint's architecture and the configuration of the part that is served, defaults filled in."""
 
     name: str
-    architecture: Architecture
-    config: PretrainedConfig
+    config: TextConfig
+
+    @classmethod
+    def of(cls, read: ReadConfig) -> "ModelConfig":
+        """What somebody else has read and checked."""
+        return cls(read.architecture, read.text)
+
+    @property
+    def read(self) -> ReadConfig | None:
+        """What others need to build the same, or None if they have to read it themselves."""
+        return ReadConfig(self.name, self.config) if isinstance(self.config, TextConfig) else None
+
+    @property
+    def architecture(self) -> Architecture:
+        """How a checkpoint of this name is read."""
+        return ARCHITECTURES[self.name]
 
     def build(self, context: ModelContext) -> Model:
         """Build the model, weights allocated but not loaded.
@@ -183,56 +192,3 @@ def _can_be_split(config: ModelConfig, size: int) -> bool:
     except CannotSplit:
         return False
     return True
-
-
-def parse_config(content: Mapping[str, object]) -> ModelConfig:
-    """Read config.json's content.
-
-    Raises ``UnsupportedModel`` for an architecture or a setting that we do not compute.
-    """
-    name = _architecture(content)
-    architecture = ARCHITECTURES[name]
-    text = content.get("text_config") if architecture.text_part else content
-    if isinstance(text, Mapping):
-        # Before transformers sees them, which makes lists of that length.
-        _require_count(text, "num_hidden_layers", 1)
-        _require_count(text, "first_k_dense_replace", 0)
-    try:
-        config_class = architecture.config_class or CONFIG_MAPPING[content.get("model_type")]
-        config = config_class.from_dict(dict(content))
-        if architecture.text_part:
-            # The outer configuration says whether the head is tied, whatever the inner one says.
-            tied = config.tie_word_embeddings
-            config = config.text_config
-            config.tie_word_embeddings = tied
-    except Exception as error:
-        raise UnsupportedModel(f"config.json of {name} cannot be read: {error}") from error
-    if content.get("quantization_config") is not None:
-        raise UnsupportedModel(
-            "quantization_config is set: quantized safetensors checkpoints are not supported; use "
-            "an unquantized checkpoint or a GGUF file"
-        )
-    try:
-        architecture.check(config)
-    except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
-        raise UnsupportedModel(f"config.json of {name} has a value of the wrong kind: {error}") from error
-    return ModelConfig(name, architecture, config)
-
-
-def _require_count(content: Mapping[str, object], field: str, least: int) -> None:
-    """Raise unless a number of layers, if it is given, is one."""
-    value = content.get(field, least)
-    if not (type(value) is int and least <= value <= MAX_LAYERS):
-        raise UnsupportedModel(f"config.json: {field} is {value!r}, not a whole number from {least} to {MAX_LAYERS}")
-
-
-def _architecture(content: Mapping[str, object]) -> str:
-    names = content.get("architectures")
-    if not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
-        raise UnsupportedModel('config.json has no "architectures"')
-    known = [name for name in cast("list[str]", names) if name in ARCHITECTURES]
-    if not known:
-        raise UnsupportedModel(
-            f"architecture {', '.join(names)} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
-    return known[0]

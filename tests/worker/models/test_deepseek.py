@@ -14,9 +14,9 @@ from tests.releases import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3, DEEPSEEK_
 from tests.tiny_checkpoints import VOCAB_SIZE
 from tests.tiny_families import FAMILIES
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.deepseek import DeepseekShape
 from worker.models.outline import ModelOutline, outline_model
-from worker.models.registry import parse_config
 from worker.weight_loader import WeightMismatch
 
 

@@ -31,9 +31,9 @@ from worker.layers.cache_format import CacheFormat
 from worker.layers.embedding import Embedding
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.model import Model, ModelContext
 from worker.models.outline import ModelOutline, outline_model
-from worker.models.registry import parse_config
 
 META = torch.device("meta")
 

@@ -15,8 +15,8 @@ from worker.kv_cache.specs import LayerName
 from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.model import Model, ModelContext
-from worker.models.registry import parse_config
 
 
 def outline(content: dict[str, Any], sharing: SharingRule) -> Model:

@@ -17,8 +17,8 @@ from worker.layers.attention import Attention
 from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.model import Model, ModelContext
-from worker.models.registry import parse_config
 from worker.weight_loader import WeightMismatch
 
 

@@ -14,8 +14,8 @@ from worker.config import Role
 from worker.kv_cache.sharing import SharingError
 from worker.kv_cache.specs import IndexKeySpec, LayerName, MLASpec, SparseMLASpec
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.outline import outline_model
-from worker.models.registry import parse_config
 
 LATENT, ROTARY, INDEX = 24, 8, 28
 """kv_lora_rank, qk_rope_head_dim, index_head_dim."""

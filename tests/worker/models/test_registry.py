@@ -11,8 +11,8 @@ from tests.releases import HUNYUAN_LARGE, HYMBA_1_5B, QWEN3_NEXT_80B
 from tests.tiny_checkpoints import write_tiny
 from worker.kv_cache.specs import EveryToken, LastTokens, Retention
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.outline import outline_model
-from worker.models.registry import parse_config
 from worker.weight_loader import WeightMismatch
 
 QWEN3 = {

@@ -7,8 +7,8 @@ from tests.releases import RELEASES
 from worker.kv_cache.sharing import parse_sharing
 from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
+from worker.models.config_reader import parse_config
 from worker.models.model import Model, ModelContext
-from worker.models.registry import parse_config
 
 META = torch.device("meta")
 

@@ -26,9 +26,10 @@ from worker.layers.attention import Attention
 from worker.layers.cache_format import CacheFormat
 from worker.layers.weights import WeightFormat
 from worker.models.config_checks import UnsupportedModel
+from worker.models.config_reader import parse_config
 from worker.models.model import Model, ModelContext
 from worker.models.outline import outline_model
-from worker.models.registry import parse_config, valid_rank_counts
+from worker.models.registry import valid_rank_counts
 from worker.ranks.process_group import TorchRankGroup
 from worker.ranks.rank_group import DescribedRank, RankGroup
 from worker.sequence import Sequence as EngineSequence
