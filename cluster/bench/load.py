@@ -150,7 +150,8 @@ async def run_load(
         headers=headers,
         limits=limits,
         timeout=target.timeout,
-        verify=client_context(target.ca),
+        # Certificates take 60 ms to read, in which nothing that streams meanwhile would be received.
+        verify=client_context(target.ca) if target.base_url.startswith("https:") else False,
     ) as client:
 
         async def send(index: int, due: float) -> None:
