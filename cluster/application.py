@@ -27,6 +27,7 @@ from cluster.ray_cluster import APPLICATION, LOOPBACK, Progress, ray_lives
 from cluster.text.tokenizer import TokenizerConfig
 from cluster.tls import client_context
 from kv_transfer.cluster_token import ClusterToken
+from worker.checkpoint.checkpoint import open_checkpoint
 from worker.dtype import DTYPES, choose_device, choose_dtype
 from worker.models.outline import open_model
 
@@ -103,6 +104,9 @@ class RunningCluster:
         if config.cluster_token is None and config.cluster_token_file is None:
             # The same with every deployment: while replicas are replaced in turn, old and new ones need each other.
             config = config.replace(cluster_token=self._token.value)
+        if config.ray_address is None:
+            # A replica could only fail again and again.
+            open_checkpoint(resolve_model(config.model).weights)
         application, self._summary = _application(config, {f"node:{here}": 0.001})
         return application
 

@@ -26,10 +26,11 @@ ALIVE_SECONDS = 10.0
 Progress = Callable[[str], None]
 
 
-def connect(config: ClusterConfig, threads: int, progress: Progress) -> None:
+def connect(config: ClusterConfig, threads: int, progress: Progress, require_wanted: Callable[[], None]) -> None:
     """Reach a Ray cluster. A local one is ours alone, listens on loopback, and is stopped with us.
 
-    ``threads`` are those of all ranks that it must have room for. Raises ``CrosskvError`` if Ray does not start.
+    ``threads`` are those of all ranks that it must have room for. Raises ``CrosskvError`` if Ray does not start, and
+    what ``require_wanted`` raises where it would try once more.
     """
     progress("starting Ray" if config.ray_address is None else f"joining Ray at {config.ray_address}")
     # Without it Ray may turn on token authentication and leave a token in the home directory.
@@ -57,6 +58,7 @@ def connect(config: ClusterConfig, threads: int, progress: Progress) -> None:
             return
         except Exception as error:
             ray.shutdown()
+            require_wanted()
             if attempt == START_ATTEMPTS:
                 raise CrosskvError(
                     f"Ray did not start in {attempt} tries: {error} A busy machine may be too slow for Ray's own time "

@@ -34,8 +34,10 @@ def running_cluster(
     """
     lifeline = None
     try:
-        with _meanwhile(lambda: _require_deployable((config, *later))):
-            connect(config, max(each.ranks * each.rank_threads for each in (config, *later)), progress)
+        with _meanwhile(lambda: _require_deployable((config, *later))) as require_success:
+            threads = max(each.ranks * each.rank_threads for each in (config, *later))
+            connect(config, threads, progress, require_success)
+            require_success()
             if config.ray_address is None:
                 _start_serve(progress)
         from cluster.application import RunningCluster  # noqa: PLC0415 - see the module
@@ -79,9 +81,17 @@ def _start_serve(progress: Progress) -> None:
 
 
 @contextmanager
-def _meanwhile(action: Callable[[], None]) -> Iterator[None]:
-    """Run ``action`` beside the block, and raise what it has raised when both have ended."""
+def _meanwhile(action: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Run ``action`` beside the block, and raise what it has raised when both have ended.
+
+    The block is given what raises it at once if it has failed by then.
+    """
+
+    def require_success() -> None:
+        if ended.done():
+            ended.result()
+
     with ThreadPoolExecutor(max_workers=1) as beside:
         ended = beside.submit(action)
-        yield
+        yield require_success
     ended.result()

@@ -29,8 +29,8 @@ def serve_until_stopped(config: ClusterConfig, console: Console) -> None:
     fetch_model(config.model, console)
     with (
         Steps(console) as steps,
-        interruptible(steps) as step,
         suppress(KeyboardInterrupt),
+        interruptible(steps) as step,
         running_cluster(config, step) as cluster,
     ):
         steps.done()

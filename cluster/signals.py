@@ -26,6 +26,7 @@ def interruptible(progress: Callable[[str], None]) -> Iterator[Callable[[str], N
         stopping = True
         # A second signal would leave half of what is being stopped behind.
         set_handlers(signal.SIG_IGN)
+        progress("stopping")
         raise KeyboardInterrupt
 
     def step(text: str) -> None:
@@ -37,6 +38,9 @@ def interruptible(progress: Callable[[str], None]) -> Iterator[Callable[[str], N
     set_handlers(interrupt)
     try:
         yield step
+    except SystemExit:
+        # Ray's handler, until the next step.
+        raise KeyboardInterrupt from None
     finally:
         for number, handler in before:
             signal.signal(number, handler)

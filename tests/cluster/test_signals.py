@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 
 import pytest
 
@@ -20,13 +21,19 @@ def test_both_signals_interrupt_even_if_another_handler_took_their_place(number:
                 os.kill(os.getpid(), number)
             finally:
                 # While things are being stopped, further signals change nothing.
-                step("stopping")
+                step("undoing")
                 os.kill(os.getpid(), signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGINT)
                 undone.append("stopped")
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert steps == ["starting", "stopping"]
+    assert steps == ["starting", "stopping", "undoing"]
     assert undone == ["stopped"]
     assert signal.getsignal(number) == before
+
+
+def test_a_handler_that_exits_is_an_interruption_too() -> None:
+    """Ray's own, between its start and the next step."""
+    with pytest.raises(KeyboardInterrupt), interruptible(lambda step: None):
+        sys.exit(signal.SIGTERM)

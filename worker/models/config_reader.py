@@ -15,6 +15,7 @@ from worker.models.registry import ARCHITECTURES, ModelConfig
 from worker.text_config import TextConfig
 
 MAX_LAYERS = 1024
+LABELS = frozenset({"num_labels", "id2label", "label2id"})
 OWN_CONFIGS: Mapping[str, type[PretrainedConfig]] = {
     "HunYuanDenseV1ForCausalLM": HunyuanConfig,
     "HunYuanForCausalLM": HunyuanLargeConfig,
@@ -31,6 +32,7 @@ def parse_config(content: Mapping[str, object]) -> ModelConfig:
     """
     name = _architecture(content)
     architecture = ARCHITECTURES[name]
+    content = _without_labels(content)
     text = content.get("text_config") if architecture.text_part else content
     if isinstance(text, Mapping):
         # Before transformers sees them, which makes lists of that length.
@@ -53,9 +55,15 @@ def parse_config(content: Mapping[str, object]) -> ModelConfig:
         )
     try:
         architecture.check(config)
+        return ModelConfig(name, _plain(config) or config)
     except (TypeError, ArithmeticError, AttributeError, LookupError) as error:
         raise UnsupportedModel(f"config.json of {name} has a value of the wrong kind: {error}") from error
-    return ModelConfig(name, _plain(config) or config)
+
+
+def _without_labels(content: Mapping[str, object]) -> dict[str, object]:
+    """Leave out a classifier's labels: nothing here has any, and transformers makes a name for each, however many."""
+    left = {name: value for name, value in content.items() if name not in LABELS}
+    return {name: _without_labels(value) if isinstance(value, Mapping) else value for name, value in left.items()}
 
 
 def _plain(config: PretrainedConfig) -> TextConfig | None:

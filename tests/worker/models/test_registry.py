@@ -77,6 +77,17 @@ def test_windows_that_transformers_would_not_compute_are_refused(
         parse_config(config | change)
 
 
+@pytest.mark.parametrize("names", ["x", ["x"], {"head_dim": {}}])
+def test_a_field_that_renames_others_is_refused_unless_it_can(names: object) -> None:
+    with pytest.raises(UnsupportedModel, match=r"config\.json of Qwen3ForCausalLM"):
+        parse_config(QWEN3 | {"attribute_map": names})
+
+
+def test_labels_are_not_counted() -> None:
+    """transformers would make a name for each."""
+    assert parse_config(QWEN3 | {"num_labels": 10**30}).longest_context == 4096
+
+
 def test_the_context_is_the_trained_one_or_shorter() -> None:
     config = parse_config(QWEN3)
     assert config.longest_context == config.choose_context(None) == 4096
