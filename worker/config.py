@@ -41,7 +41,6 @@ class EngineConfig:
 
     model: str
     role: Role
-    read_config: ReadConfig | None = None
     dtype: str = "auto"
     device: str = "auto"
     cuda_graphs: bool = True
@@ -72,6 +71,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     token: ClusterToken | None = None
     cluster_token_file: Path | None = None
+    read_config: ReadConfig | None = None
 
     def with_model(self, model: str) -> "EngineConfig":
         """The same settings for a model that has been found on this machine."""
