@@ -162,11 +162,12 @@ def running(system: System, log: Path) -> Iterator[Started]:
                 time.sleep(0.2)
         yield Started(process.pid, time.perf_counter() - began)
     finally:
-        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.send_signal(signal.SIGINT)
-        _, left = psutil.wait_procs(processes, timeout=60)
-        for survivor in left:
-            survivor.kill()
+        if process.poll() is None:
+            processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            process.send_signal(signal.SIGINT)
+            _, left = psutil.wait_procs(processes, timeout=60)
+            for survivor in left:
+                survivor.kill()
 
 
 def prompts(count: int, tokens: int, output_tokens: int, seed: int) -> list[LoadRequest]:

@@ -1,4 +1,4 @@
-"""A matrix in oneDNN's own layout, for processors that multiply bfloat16 themselves."""
+"""A matrix in oneDNN's own layout, for processors that multiply bfloat16 but have no matrix unit, or no compiler."""
 
 import torch
 

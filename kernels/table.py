@@ -26,7 +26,7 @@ from kernels.attention.segments import AttentionBackend, AttentionPlan, Segment
 from kernels.delta_rule import DeltaRows
 from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
-from kernels.native.library import TYPES, NoCompiledKernels, library
+from kernels.native.library import TYPES, NoCompiledKernels, has_matrix_unit, library
 from kernels.pages import ALL_HEADS, IntArray, PageShape
 from kernels.sampling import RowFilters
 from kernels.sampling import draw_tokens as plain_draw_tokens
@@ -199,12 +199,17 @@ def has_compiled_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 def matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     """``weight`` ``[outputs, inputs]`` and ``bias`` as what multiplies fastest where they are; may copy both."""
-    if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    is_compiled = has_compiled_kernels(weight.device, weight.dtype)
+    in_matrix_unit = is_compiled and weight.dtype is torch.bfloat16 and has_matrix_unit()
+    is_multiplied_by_onednn = (
+        weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    if is_multiplied_by_onednn and not in_matrix_unit:
         return MkldnnMatrix(weight, bias)
-    if has_compiled_kernels(weight.device, weight.dtype):
+    if is_compiled:
         from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
 
-        return PackedMatrix(weight, bias)
+        return PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)
     return functools.partial(F.linear, weight=weight, bias=bias)
 
 

@@ -4,7 +4,7 @@
 // QUERY_TILE of them. The query heads of a group are rows side by side, so keys and values are read once for all of them.
 // A task walks over its keys in tiles and keeps a running maximum and sum of the softmax (Milakov and Gimelshein 2018;
 // Dao et al. 2022, FlashAttention), so scores are never held for a whole context. Few rows take keys and values where
-// they lie; many rows pay for a copy, keys transposed, and multiply tiles that stay in registers.
+// they lie; many rows pay for a copy, keys transposed, and multiply tiles that stay in registers, or those of a matrix unit.
 #include <omp.h>
 
 #include <algorithm>
@@ -12,12 +12,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "matrix_unit.h"
 #include "vector.h"
 
 namespace {
 
 constexpr long QUERY_TILE = 64;
 constexpr long KEY_TILE = 128;
+// Of a matrix unit, whose products are short beside what is done once for every row of scores.
+constexpr long UNIT_KEY_TILE = 256;
 // From this many rows on, keys and values are copied.
 constexpr long MANY_ROWS = 2 * TILE_ROWS;
 
@@ -40,13 +43,11 @@ struct Problem {
     float scale;
 };
 
-// What one thread works with.
+// What one thread works with, products with numbers of some type.
+template <typename Number>
 struct Workspace {
-    std::vector<float> queries, scores, keys, values, sums, maxima, totals;
-    float* of(std::vector<float>& held, size_t size) {
-        if (held.size() < size) held.resize(size);
-        return held.data();
-    }
+    Scratch<Number> queries, keys, values, weights;
+    Scratch<float> scores, highest_scores, sums, maxima, totals;
 };
 
 template <typename T>
@@ -247,80 +248,230 @@ void multiply_many(
             is_begun);
 }
 
+#if defined(HAS_MATRIX_UNIT)
+// Transposes 16 rows of 16 words: groups of 1, 2, 4 and 8 change places across the diagonal.
+inline void transpose(__m512i (&rows)[16]) {
+#pragma GCC unroll 4
+    for (int group = 1; group < 16; group *= 2) {
+        int above[16], below[16];
+        for (int lane = 0; lane < 16; ++lane) {
+            above[lane] = lane & group ? 16 + lane - group : lane;
+            below[lane] = lane & group ? 16 + lane : lane + group;
+        }
+        const __m512i to_above = _mm512_loadu_si512(above), to_below = _mm512_loadu_si512(below);
+#pragma GCC unroll 16
+        for (int row = 0; row < 16; ++row) {
+            if (row & group) continue;
+            const __m512i upper = rows[row], lower = rows[row + group];
+            rows[row] = _mm512_permutex2var_epi32(upper, to_above, lower);
+            rows[row + group] = _mm512_permutex2var_epi32(upper, to_below, lower);
+        }
+    }
+}
+
+// Where one part of each of some tokens lies.
+void find_rows(
+    const Problem& problem, const Segment& segment, const BFloat16* cache, long part, long head, long first, long count,
+    const BFloat16** rows) {
+    for (long t = 0, run; t < count; t += run) {
+        const BFloat16* from = page(cache, problem, segment, first + t, part, head);
+        run = std::min(count - t, problem.pages.block_size - (first + t) % problem.pages.block_size);
+        for (long i = 0; i < run; ++i) rows[t + i] = from + i * problem.pages.head_dim;
+    }
+}
+
+// Keys as the unit's panels of BLOCK tokens, filled up with zeros.
+void copy_keys(
+    const Problem& problem, const Segment& segment, const BFloat16* cache, long head, long first, long count, BFloat16* keys) {
+    const long width = problem.pages.head_dim;
+    const BFloat16* rows[UNIT_KEY_TILE];
+    find_rows(problem, segment, cache, 0, head, first, count, rows);
+    for (long t = 0; t < rounded_up(count, BLOCK); t += UNIT_ROWS) {
+        BFloat16* panel = keys + t / BLOCK * BLOCK * width + t % BLOCK / UNIT_ROWS * UNIT_TILE;
+        for (long d = 0; d < width; d += UNIT_DEPTH) {
+            // A word is a pair along the depth.
+            __m512i words[16];
+            for (long i = 0; i < 16; ++i)
+                words[i] = t + i < count ? _mm512_loadu_si512(rows[t + i] + d) : _mm512_setzero_si512();
+            transpose(words);
+            for (long i = 0; i < 16; ++i) _mm512_storeu_si512(panel + d * BLOCK + i * UNIT_DEPTH, words[i]);
+        }
+    }
+}
+
+// Values as the unit's panels of BLOCK dimensions with UNIT_KEY_TILE tokens each, filled up with zeros to whole tiles.
+void copy_values(
+    const Problem& problem, const Segment& segment, const BFloat16* cache, long head, long first, long count,
+    BFloat16* values) {
+    const long width = problem.pages.head_dim;
+    // Numbers of two rows, by turns.
+    int16_t left[32], right[32];
+    for (int i = 0; i < 32; ++i) {
+        left[i] = static_cast<int16_t>(i / 2 + i % 2 * 32);
+        right[i] = static_cast<int16_t>(left[i] + 16);
+    }
+    const __m512i of_left = _mm512_loadu_si512(left), of_right = _mm512_loadu_si512(right);
+    const BFloat16* rows[UNIT_KEY_TILE];
+    for (long part = 1; part < problem.pages.parts; ++part) {
+        find_rows(problem, segment, cache, part, head, first, count, rows);
+        for (long t = 0; t < rounded_up(count, UNIT_DEPTH); t += 2) {
+            for (long d = 0; d < width; d += BLOCK) {
+                BFloat16* to = values + ((part - 1) * width + d) * UNIT_KEY_TILE + t / UNIT_DEPTH * 2 * UNIT_TILE +
+                               t % UNIT_DEPTH / 2 * UNIT_DEPTH;
+                const __m512i even = t < count ? _mm512_loadu_si512(rows[t] + d) : _mm512_setzero_si512();
+                const __m512i odd = t + 1 < count ? _mm512_loadu_si512(rows[t + 1] + d) : _mm512_setzero_si512();
+                _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, of_left, odd));
+                _mm512_storeu_si512(to + UNIT_TILE, _mm512_permutex2var_epi16(even, of_right, odd));
+            }
+        }
+    }
+}
+
+// out (+)= rows x panels, of up to BLOCK rows; `out` has all of them.
+void multiply_many(
+    const BFloat16* rows, long row_stride, long count, const BFloat16* panels, long panel_stride, long panel_count,
+    long depth, float* out, long out_stride, bool is_begun) {
+    const UnitTiles tiles;
+    const auto multiply = count > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
+    for (long panel = 0; panel < panel_count; ++panel)
+        multiply(
+            rows, row_stride, panels + panel * panel_stride, depth, out + panel * BLOCK, out_stride, is_begun, {});
+}
+
+// exp(x) for x <= 0 to four digits, more than bfloat16 keeps; 0 below -87. 2^n times a polynomial for 2^r, |r| <= 1/2, of
+// degree 3, fitted to the least relative error.
+inline Floats rough_exp_of_negative(Floats x) {
+    const Floats power = x * 1.44269504088896341f;
+    const __mmask16 is_some = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    const __m512 whole =
+        _mm512_roundscale_ps(reinterpret_cast<__m512>(power), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats r = power - reinterpret_cast<Floats>(whole);
+    Floats p = splat(0.05517166f);
+    p = p * r + 0.24261112f;
+    p = p * r + 0.69326099f;
+    p = p * r + 0.99992807f;
+    return reinterpret_cast<Floats>(_mm512_maskz_scalef_ps(is_some, reinterpret_cast<__m512>(p), whole));
+}
+#endif
+
+// exp(x) for x <= 0, as exact as a number of the type.
+template <typename Number>
+Floats share_of(Floats x) {
+#if defined(HAS_MATRIX_UNIT)
+    if constexpr (std::is_same_v<Number, BFloat16>) return rough_exp_of_negative(x);
+#endif
+    return exp_of_negative(x);
+}
+
+// How the products of a task are made: with keys and values where they lie, with copies of them, or in a matrix unit.
+enum class Way { IN_PLACE, COPIED, IN_UNIT };
+
 // One task: query rows [first, first + count) of a segment, and the query heads of one key head.
-template <typename T>
+template <Way WAY, typename T>
 void attend(
     const Problem& problem, const Segment& segment, long first, long count, long head, const T* query, long query_stride,
-    const T* cache, T* out, Workspace& space) {
+    const T* cache, T* out) {
+    using Number = std::conditional_t<WAY == Way::IN_UNIT, T, float>;
+    static thread_local Workspace<Number> space;
     const Pages& pages = problem.pages;
     const long width = pages.head_dim, wide = (pages.parts - 1) * width, group = problem.heads / pages.kv_heads;
     const long rows = count * group, panels = (wide + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    const bool is_copied = rows >= MANY_ROWS;
-    const long sum_stride = is_copied ? panels * TILE_COLUMNS : wide;
-    float* queries = space.of(space.queries, rows * width);
-    float* scores = space.of(space.scores, rows * KEY_TILE);
-    float* sums = space.of(space.sums, rows * sum_stride);
-    float* maxima = space.of(space.maxima, rows);
-    float* totals = space.of(space.totals, rows);
+    const long sum_stride = WAY == Way::IN_PLACE ? wide : panels * TILE_COLUMNS;
+    constexpr long key_tile = WAY == Way::IN_UNIT ? UNIT_KEY_TILE : KEY_TILE;
+    // A unit multiplies whole blocks of rows, and the scores of one are as many as the first-level cache holds.
+    const long rows_at_once = WAY == Way::IN_UNIT ? TILE_COLUMNS : rows;
+    const long height = (rows + rows_at_once - 1) / rows_at_once * rows_at_once;
+    Number* queries = space.queries.of(height * width);
+    float* scores = space.scores.of(rows_at_once * key_tile);
+    float* sums = space.sums.of(height * sum_stride);
+    float* maxima = space.maxima.of(rows);
+    float* totals = space.totals.of(rows);
+    float* highest_scores = space.highest_scores.of(rows_at_once);
+    Number *keys = nullptr, *values = nullptr, *weights = nullptr;
+    if constexpr (WAY != Way::IN_PLACE) {
+        keys = space.keys.of(key_tile * width);
+        values = space.values.of(panels * TILE_COLUMNS * key_tile);
+    }
+    if constexpr (WAY == Way::IN_UNIT) {
+        weights = space.weights.of(rows_at_once * key_tile);
+    } else {
+        weights = scores;
+    }
     for (long r = 0; r < rows; ++r) {
         const T* from =
             query + (segment.first_row + first + r / group) * query_stride + (head * group + r % group) * width;
-        for (long d = 0; d < width; ++d) queries[r * width + d] = widen(from[d]) * problem.scale;
+        convert_row(from, width, queries + r * width);
         maxima[r] = -INFINITY;
         totals[r] = 0.0f;
     }
-    std::fill(sums, sums + rows * sum_stride, 0.0f);
+    std::fill(sums, sums + height * sum_stride, 0.0f);
 
     const auto begin_of = [&](long row) { return segment.is_windowed ? segment.begin + row : 0; };
     const auto end_of = [&](long row) { return segment.end - segment.rows + row + 1; };
     const long lowest = begin_of(first), highest = end_of(first + count - 1);
-    for (long tile = 0; tile < highest; tile += KEY_TILE) {
-        const long tokens = std::min(KEY_TILE, highest - tile);
+    for (long tile = 0; tile < highest; tile += key_tile) {
+        const long tokens = std::min(key_tile, highest - tile), key_panels = (tokens + TILE_COLUMNS - 1) / TILE_COLUMNS;
+        const long padded = key_panels * TILE_COLUMNS;
         if (tile + tokens <= lowest && tile >= segment.sinks) continue;
-        if (is_copied) {
-            const long key_panels = (tokens + TILE_COLUMNS - 1) / TILE_COLUMNS;
-            float* keys = space.of(space.keys, KEY_TILE * width);
-            float* values = space.of(space.values, panels * TILE_COLUMNS * KEY_TILE);
+        if constexpr (WAY != Way::IN_PLACE) {
             copy_keys(problem, segment, cache, head, tile, tokens, keys);
             copy_values(problem, segment, cache, head, tile, tokens, values);
-            multiply_many(queries, width, rows, keys, TILE_COLUMNS * width, key_panels, width, scores, KEY_TILE, false);
-        } else {
-            score_few(problem, segment, cache, head, queries, rows, tile, tokens, scores);
         }
-        for (long r = 0; r < rows; ++r) {
-            float* score = scores + r * KEY_TILE;
-            const long row = first + r / group;
-            // Of this tile the row sees [0, sinks) and [begin, end).
-            const long end = std::clamp(end_of(row) - tile, 0L, tokens), begin = std::clamp(begin_of(row) - tile, 0L, end);
-            const long sinks = std::clamp(segment.sinks - tile, 0L, begin);
-            std::fill(score + sinks, score + begin, -INFINITY);
-            const long padded = (tokens + LANES - 1) / LANES * LANES;
-            std::fill(score + end, score + padded, -INFINITY);
-            Floats high = splat(maxima[r]);
-            for (long t = 0; t < padded; t += LANES) high = larger(load(score + t), high);
-            const float highest_score = largest(high);
-            if (highest_score == -INFINITY) {
-                std::fill(score, score + padded, 0.0f);
-                continue;
+        for (long block = 0; block < rows; block += rows_at_once) {
+            const long block_rows = std::min(rows_at_once, rows - block);
+            const Number* block_queries = queries + block * width;
+            float* block_sums = sums + block * sum_stride;
+            if constexpr (WAY == Way::IN_PLACE) {
+                score_few(problem, segment, cache, head, block_queries, block_rows, tile, tokens, scores);
+            } else {
+                multiply_many(
+                    block_queries, width, block_rows, keys, TILE_COLUMNS * width, key_panels, width, scores, key_tile, false);
             }
-            const float decay = std::exp(maxima[r] - highest_score);
-            Floats total = {};
-            for (long t = 0; t < padded; t += LANES) {
-                const Floats weight = exp_of_negative(load(score + t) - highest_score);
-                store(score + t, weight);
-                total += weight;
+            for (long r = 0; r < block_rows; ++r) {
+                float* score = scores + r * key_tile;
+                const long row = first + (block + r) / group;
+                // Of this tile the row sees [0, sinks) and [begin, end).
+                const long end = std::clamp(end_of(row) - tile, 0L, tokens);
+                const long begin = std::clamp(begin_of(row) - tile, 0L, end);
+                const long sinks = std::clamp(segment.sinks - tile, 0L, begin);
+                std::fill(score + sinks, score + begin, -INFINITY);
+                std::fill(score + end, score + padded, -INFINITY);
+                Floats high[2] = {splat(-INFINITY), splat(-INFINITY)};
+                for (long t = 0; t < padded; t += TILE_COLUMNS)
+                    for (int v = 0; v < TILE_VECTORS; ++v) high[v] = larger(load(score + t + v * LANES), high[v]);
+                // The scale is positive: the highest stays the highest.
+                highest_scores[r] = std::max(largest(larger(high[0], high[1])) * problem.scale, maxima[block + r]);
             }
-            totals[r] = totals[r] * decay + sum(total);
-            maxima[r] = highest_score;
-            if (decay != 1.0f) {
-                for (long d = 0; d < sum_stride; ++d) sums[r * sum_stride + d] *= decay;
+            for (long r = 0; r < block_rows; ++r) {
+                const float* score = scores + r * key_tile;
+                Number* weight = weights + r * key_tile;
+                const float highest_score = highest_scores[r];
+                if (highest_score == -INFINITY) {
+                    for (long t = 0; t < padded; t += LANES) store(weight + t, splat(0.0f));
+                    continue;
+                }
+                Floats total = {};
+                for (long t = 0; t < padded; t += LANES) {
+                    const Floats share = share_of<Number>(load(score + t) * problem.scale - highest_score);
+                    store(weight + t, share);
+                    total += share;
+                }
+                float& highest_before = maxima[block + r];
+                if (highest_before != highest_score) {
+                    const float decay = std::exp(highest_before - highest_score);
+                    totals[block + r] *= decay;
+                    for (long d = 0; d < sum_stride; ++d) block_sums[r * sum_stride + d] *= decay;
+                    highest_before = highest_score;
+                }
+                totals[block + r] += sum(total);
             }
-        }
-        if (is_copied) {
-            multiply_many(
-                scores, KEY_TILE, rows, space.values.data(), TILE_COLUMNS * KEY_TILE, panels, tokens, sums, sum_stride, true);
-        } else {
-            add_few(problem, segment, cache, head, scores, rows, tile, tokens, sums);
+            if constexpr (WAY == Way::IN_PLACE) {
+                add_few(problem, segment, cache, head, weights, block_rows, tile, tokens, block_sums);
+            } else {
+                multiply_many(
+                    weights, key_tile, block_rows, values, TILE_COLUMNS * key_tile, panels,
+                    WAY == Way::COPIED ? tokens : padded, block_sums, sum_stride, true);
+            }
         }
     }
     for (long r = 0; r < rows; ++r) {
@@ -328,6 +479,20 @@ void attend(
         const float share = 1.0f / totals[r];
         for (long d = 0; d < wide; ++d) narrow(to + d, sums[r * sum_stride + d] * share);
     }
+}
+
+template <typename T>
+using Attend = void (*)(const Problem&, const Segment&, long, long, long, const T*, long, const T*, T*);
+
+// What attends for a task of `count` query rows.
+template <typename T>
+Attend<T> way_of(const Problem& problem, long count) {
+    if (count * problem.heads / problem.pages.kv_heads < MANY_ROWS) return attend<Way::IN_PLACE, T>;
+#if defined(HAS_MATRIX_UNIT)
+    if constexpr (std::is_same_v<T, BFloat16>)
+        if (problem.pages.head_dim % UNIT_DEPTH == 0 && has_matrix_unit()) return attend<Way::IN_UNIT, T>;
+#endif
+    return attend<Way::COPIED, T>;
 }
 
 template <typename T>
@@ -344,14 +509,13 @@ void attend_all(const Problem& problem, long segments, const T* query, long quer
     const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), count));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        static thread_local Workspace space;
         // The last rows of a prompt see most: they begin first, and what is left at the end is short.
 #pragma omp for schedule(dynamic)
         for (long i = count - 1; i >= 0; --i) {
             const Task& task = tasks[i];
-            attend(
-                problem, problem.segments[task.segment], task.first, task.count, task.head, query, query_stride, cache, out,
-                space);
+            const auto attend_task = way_of<T>(problem, task.count);
+            attend_task(
+                problem, problem.segments[task.segment], task.first, task.count, task.head, query, query_stride, cache, out);
         }
     }
 }

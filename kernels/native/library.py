@@ -19,8 +19,8 @@ import torch
 
 from kernels.cache_directory import cache_directory
 
-SOURCES: Final = ("linear.cpp", "attention.cpp", "pointwise.cpp")
-HEADERS: Final = ("vector.h",)
+SOURCES: Final = ("linear.cpp", "unit_linear.cpp", "attention.cpp", "pointwise.cpp")
+HEADERS: Final = ("vector.h", "matrix_unit.h")
 FLAGS: Final = (
     "-O3",
     "-march=native",
@@ -72,6 +72,12 @@ def function(name: str, dtype: torch.dtype, *arguments: type) -> Call:
         raise NoCompiledKernels(f"no compiled {name} for {dtype}") from None
     call.argtypes, call.restype = arguments, None
     return call
+
+
+def has_matrix_unit() -> bool:
+    """Whether this process may use the processor's matrix unit, which multiplies bfloat16."""
+    may_use: int = library()["may_use_matrix_unit"]()
+    return may_use != 0
 
 
 def _fingerprint(compiler: str) -> str:

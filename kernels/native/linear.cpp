@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "vector.h"
 
@@ -21,19 +20,6 @@ constexpr long DEPTH_BLOCK = 2048;
 // Bytes by which a single tile is ahead of itself.
 constexpr long AHEAD = 2048;
 constexpr long SUM_DEPTH = 128;
-
-// What this thread calculates in. It grows to the largest product's size and stays.
-float* scratch(std::vector<float>& held, size_t size) {
-    if (held.size() < size) held.resize(size);
-    return held.data();
-}
-
-template <typename From, typename To>
-void convert_row(const From* from, long width, To* to) {
-    long i = 0;
-    for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
-    for (; i < width; ++i) narrow(to + i, widen(from[i]));
-}
 
 // totals += products of M rows and some columns.
 template <int M, typename W>
@@ -162,17 +148,17 @@ void multiply_panels(
 template <typename T, typename W>
 void multiply(
     const T* rows, long row_stride, long count, const W* packed, long inputs, long outputs, const float* bias, T* out) {
-    static thread_local std::vector<float> held_rows, held_out;
+    static thread_local Scratch<float> held_rows, held_out;
     constexpr bool is_wide = std::is_same_v<T, float>;
     const float* wide_rows = reinterpret_cast<const float*>(rows);
     float* wide_out = reinterpret_cast<float*>(out);
     long stride = row_stride;
     if constexpr (!is_wide) {
-        float* copy = scratch(held_rows, count * inputs);
+        float* copy = held_rows.of(count * inputs);
         for (long row = 0; row < count; ++row) convert_row(rows + row * row_stride, inputs, copy + row * inputs);
         wide_rows = copy;
         stride = inputs;
-        wide_out = scratch(held_out, count * outputs);
+        wide_out = held_out.of(count * outputs);
     }
     const long panels = (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), panels));

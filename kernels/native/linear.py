@@ -1,7 +1,8 @@
 """A matrix that is packed once and then multiplied with, by the compiled kernels.
 
 Packed, its numbers lie in the order in which a product reads them; see ``linear.cpp``. Weights stay in their own dtype
-and are widened on the way into registers, so 16-bit weights cost half the memory traffic on any processor.
+and are widened on the way into registers, so 16-bit weights cost half the memory traffic on any processor. A matrix
+unit multiplies bfloat16 as it is; see ``unit_linear.cpp``.
 """
 
 import torch
@@ -13,18 +14,20 @@ from kernels.native.library import INTEGER, POINTER, function, library
 class PackedMatrix:
     """``hidden @ weight.T + bias`` for a ``weight`` ``[outputs, inputs]`` of float32, bfloat16 or float16.
 
-    The weight's memory is not needed afterwards. ``bias`` is ``[outputs]`` or None.
+    The weight's memory is not needed afterwards. ``bias`` is ``[outputs]`` or None. ``in_matrix_unit`` takes bfloat16
+    only, and ``has_matrix_unit()`` must be true.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, in_matrix_unit: bool = False) -> None:
+        form = "_unit" if in_matrix_unit else ""
         self._outputs, self._inputs = weight.shape
         self._bias = None if bias is None else bias.float()
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
-        pack = function("pack", weight.dtype, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
+        pack = function(f"pack{form}", weight.dtype, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
         self._multiply = function(
-            "linear", weight.dtype, POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER, POINTER
+            f"linear{form}", weight.dtype, POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER, POINTER
         )
-        size = library()["packed_size"]
+        size = library()[f"packed{form}_size"]
         size.argtypes, size.restype = (INTEGER, INTEGER), INTEGER
         self._packed = empty_in_huge_pages(size(self._outputs, self._inputs), weight.dtype)
         pack(rows.data_ptr(), rows.stride(0), self._outputs, self._inputs, self._packed.data_ptr())

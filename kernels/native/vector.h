@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -52,6 +53,13 @@ static inline Floats load(const BFloat16* from) {
 }
 
 // Rounds to nearest, ties to even; not-a-number stays one.
+#if defined(__AVX512BF16__)
+// Below the smallest normal number it gives zero.
+static inline void store(BFloat16* to, Floats values) {
+    const __m256bh narrow = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));
+    memcpy(to, &narrow, sizeof narrow);
+}
+#else
 static inline void store(BFloat16* to, Floats values) {
     const Words words = reinterpret_cast<const Words&>(values);
     const Words rounded = (words + 0x7FFF + ((words >> 16) & 1)) >> 16;
@@ -59,6 +67,7 @@ static inline void store(BFloat16* to, Floats values) {
     const Words result = (rounded & is_number) | (~is_number & 0x7FC0);
     *reinterpret_cast<Halfwords*>(to) = __builtin_convertvector(result, Halfwords);
 }
+#endif
 
 static inline float widen(float value) { return value; }
 static inline float widen(BFloat16 value) {
@@ -104,6 +113,29 @@ static inline float widen(Float16 value) { return static_cast<float>(value); }
 static inline void narrow(Float16* to, float value) { *to = static_cast<Float16>(value); }
 #endif
 
+// What a thread calculates in. It grows to the largest size that was asked for, and begins at a cache line: a register that
+// is as wide as one would else be loaded from two.
+template <typename T>
+class Scratch {
+public:
+    T* of(size_t size) {
+        constexpr size_t line = 64;
+        if (held_.size() < size + line / sizeof(T)) held_.resize(size + line / sizeof(T));
+        const auto begin = reinterpret_cast<uintptr_t>(held_.data());
+        return reinterpret_cast<T*>((begin + line - 1) / line * line);
+    }
+
+private:
+    std::vector<T> held_;
+};
+
+template <typename From, typename To>
+static inline void convert_row(const From* from, long width, To* to) {
+    long i = 0;
+    for (; i + LANES <= width; i += LANES) store(to + i, load(from + i));
+    for (; i < width; ++i) narrow(to + i, widen(from[i]));
+}
+
 typedef float Quad __attribute__((vector_size(16)));
 
 static inline Quad quad(Floats values, int index) {
@@ -135,19 +167,29 @@ static inline Quad sum_each(const Floats (&vectors)[4]) {
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 static inline float largest(Floats values) {
-    float found = values[0];
-    for (int lane = 1; lane < LANES; ++lane) found = values[lane] > found ? values[lane] : found;
-    return found;
+    Quad found = quad(values, 0);
+    for (int i = 1; i < LANES / 4; ++i) {
+        const Quad other = quad(values, i);
+        found = other > found ? other : found;
+    }
+    const float low = found[0] > found[1] ? found[0] : found[1], high = found[2] > found[3] ? found[2] : found[3];
+    return low > high ? low : high;
 }
 
-// exp(x) for x <= 0, to 2 units in the last place; 0 below -87. Cody and Waite (1980): x = n ln 2 + r, and a polynomial
-// in r of degree 6 (the Taylor series suffices on |r| <= ln 2 / 2).
+// exp(x) for x <= 0, to 2 units in the last place; 0 below -87. Cody and Waite (1980): x = n ln 2 + r, and
+// a polynomial in r of degree 6 (the Taylor series suffices on |r| <= ln 2 / 2).
 static inline Floats exp_of_negative(Floats x) {
+#if defined(__AVX512F__)
+    const __mmask16 is_some = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    const Floats whole = reinterpret_cast<Floats>(_mm512_roundscale_ps(
+        reinterpret_cast<__m512>(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
     const Floats lowest = splat(-87.0f);
     const Ints tiny = x < lowest;
     x = tiny ? lowest : x;
     const Ints n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Ints);
     const Floats whole = __builtin_convertvector(n, Floats);
+#endif
     const Floats r = (x - whole * 0.693145751953125f) - whole * 1.42860682030941723e-6f;
     Floats p = splat(1.0f / 720.0f);
     p = p * r + 1.0f / 120.0f;
@@ -156,9 +198,14 @@ static inline Floats exp_of_negative(Floats x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    return reinterpret_cast<Floats>(
+        _mm512_maskz_scalef_ps(is_some, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(whole)));
+#else
     const Ints scale = (n + 127) << 23;
     const Floats result = p * reinterpret_cast<const Floats&>(scale);
     return tiny ? splat(0.0f) : result;
+#endif
 }
 
 // The compiler keeps a vector that it has loaded. For a few uses it would rather load it again for each.

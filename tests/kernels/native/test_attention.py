@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
     steps=st.lists(st.one_of(lengths(), st.integers(100, 400).map(lambda n: (n - 90, n))), min_size=1, max_size=3),
     kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 3, 5]),
-    head_dim=st.sampled_from([16, 24, 64, 70]),
+    head_dim=st.sampled_from([16, 24, 32, 64, 70, 96]),
     block_size=st.sampled_from([5, 16, 64]),
     parts=st.sampled_from([2, 3]),
     window=st.sampled_from([None, 1, 33, 150]),

@@ -6,8 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.mkldnn_matrix import MkldnnMatrix
+from kernels.native.library import has_matrix_unit
 from kernels.native.linear import PackedMatrix
 
+# What multiplies weights of a type here: vector registers, and a matrix unit where the processor has one.
+FORMS = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+FORMS += [(torch.bfloat16, True)] if has_matrix_unit() else []
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -15,20 +19,21 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
     rows=st.one_of(st.integers(1, 40), st.sampled_from([383, 385, 800])),
     inputs=st.one_of(st.integers(1, 40), st.sampled_from([2047, 2049, 2300])),
     outputs=st.one_of(st.integers(1, 70), st.just(333)),
-    dtype=st.sampled_from(list(TOLERANCE)),
+    form=st.sampled_from(FORMS),
     has_bias=st.booleans(),
     padding=st.sampled_from([0, 3]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=150)
 def test_equals_the_product(
-    rows: int, inputs: int, outputs: int, dtype: torch.dtype, has_bias: bool, padding: int, seed: int
+    rows: int, inputs: int, outputs: int, form: tuple[torch.dtype, bool], has_bias: bool, padding: int, seed: int
 ) -> None:
+    dtype, in_matrix_unit = form
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     hidden = torch.randn(rows, inputs + padding, generator=generator).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    out = PackedMatrix(weight, bias)(hidden)
+    out = PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)(hidden)
     expected = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
     # Relative to the sum of the terms' sizes, which is what rounding is relative to.
     size = hidden.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
@@ -39,19 +44,25 @@ def test_equals_the_product(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_share_the_panels(threads: int) -> None:
-    weight, hidden = torch.randn(100, 64), torch.randn(30, 64)
+@pytest.mark.parametrize("form", FORMS)
+def test_threads_share_the_panels(threads: int, form: tuple[torch.dtype, bool]) -> None:
+    dtype, in_matrix_unit = form
+    weight, hidden = torch.randn(100, 64).to(dtype), torch.randn(30, 64).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out = PackedMatrix(weight, None)(hidden)
+        out = PackedMatrix(weight, None, in_matrix_unit=in_matrix_unit)(hidden)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(out, hidden @ weight.T, rtol=1e-5, atol=1e-5)
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(out.double(), hidden.double() @ weight.double().T, rtol=limit, atol=limit)
 
 
-def test_no_rows_are_no_work() -> None:
-    assert PackedMatrix(torch.randn(5, 4), None)(torch.empty(0, 4)).shape == (0, 5)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows_are_no_work(form: tuple[torch.dtype, bool]) -> None:
+    dtype, in_matrix_unit = form
+    matrix = PackedMatrix(torch.randn(5, 4).to(dtype), None, in_matrix_unit=in_matrix_unit)
+    assert matrix(torch.empty(0, 4, dtype=dtype)).shape == (0, 5)
 
 
 def test_a_transposed_weight_is_packed_as_it_reads() -> None:
