@@ -71,7 +71,7 @@ static inline void multiply_block(
     }
     for (long k = 0; k < depth; k += UNIT_DEPTH) {
         const char* wanted = ahead.from(k).first;
-        for (long byte = 0; byte < UNIT_DEPTH * ahead.stride; byte += 64) __builtin_prefetch(wanted + byte, 0, 2);
+        for (long byte = 0; byte < UNIT_DEPTH * ahead.stride; byte += 64) __builtin_prefetch(wanted + byte);
         _tile_loadd(4, rows + k, row_bytes);
         _tile_loadd(6, panel + k * BLOCK, 64);
         _tile_loadd(7, panel + k * BLOCK + UNIT_TILE, 64);
