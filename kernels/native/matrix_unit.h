@@ -50,8 +50,7 @@ public:
 };
 
 // out (+)= rows x panel, of TILES x 16 rows and BLOCK columns. `depth` is a multiple of UNIT_DEPTH, strides are in elements.
-// What is asked for ahead stays out of the second-level cache if it is read only once.
-template <int TILES, bool IS_READ_ONCE = false>
+template <int TILES>
 static inline void multiply_block(
     const BFloat16* rows, long row_stride, const BFloat16* panel, long depth, float* out, long out_stride, bool is_begun,
     Ahead ahead = {}) {
@@ -72,8 +71,7 @@ static inline void multiply_block(
     }
     for (long k = 0; k < depth; k += UNIT_DEPTH) {
         const char* wanted = ahead.from(k).first;
-        for (long byte = 0; byte < UNIT_DEPTH * ahead.stride; byte += 64)
-            __builtin_prefetch(wanted + byte, 0, IS_READ_ONCE ? 0 : 3);
+        for (long byte = 0; byte < UNIT_DEPTH * ahead.stride; byte += 64) __builtin_prefetch(wanted + byte);
         _tile_loadd(4, rows + k, row_bytes);
         _tile_loadd(6, panel + k * BLOCK, 64);
         _tile_loadd(7, panel + k * BLOCK + UNIT_TILE, 64);

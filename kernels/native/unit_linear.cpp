@@ -1,7 +1,7 @@
 // Products of bfloat16 with weights that are packed once for the processor's matrix unit; see matrix_unit.h.
 //
-// Threads share the panels. Up to 32 rows read every weight once, at the speed of memory, and past the second-level cache,
-// where everything else that a step needs would have to make room. Of more rows, a block's stay there while panels pass by.
+// Threads share the panels. Up to 32 rows read every weight once, at the speed of memory; of more, a block's rows stay in
+// the second-level cache while panels pass by.
 #include <omp.h>
 
 #include <algorithm>
@@ -85,15 +85,14 @@ void multiply_panels(
                 const BFloat16* weights = packed + panel * depth * BLOCK;
                 // What is written at the end is fetched meanwhile, and so is this block's share of the next panels.
                 for (long r = row; r < row + height; ++r) __builtin_prefetch(out + r * outputs + column, 1);
-                const bool is_read_once = blocks == panels;
                 const Ahead ahead =
-                    is_read_once ? Ahead{reinterpret_cast<const char*>(weights) + AHEAD, line}
-                                 : Ahead{
-                                       reinterpret_cast<const char*>(packed + after * depth * BLOCK) +
-                                           block * panels * depth * line / blocks,
-                                       line * panels / blocks};
-                const auto multiply = is_read_once ? height > UNIT_ROWS ? multiply_block<2, true> : multiply_block<1, true>
-                                                   : height > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
+                    blocks == panels
+                        ? Ahead{reinterpret_cast<const char*>(weights) + AHEAD, line}
+                        : Ahead{
+                              reinterpret_cast<const char*>(packed + after * depth * BLOCK) +
+                                  block * panels * depth * line / blocks,
+                              line * panels / blocks};
+                const auto multiply = height > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
                 multiply(rows.from(row), rows.stride(row), weights, depth, sums, BLOCK, false, ahead);
                 store_block(
                     sums, height, std::min(BLOCK, outputs - column), bias == nullptr ? nullptr : bias + column,
