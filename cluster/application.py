@@ -104,9 +104,7 @@ class RunningCluster:
         if config.cluster_token is None and config.cluster_token_file is None:
             # The same with every deployment: while replicas are replaced in turn, old and new ones need each other.
             config = config.replace(cluster_token=self._token.value)
-        if config.ray_address is None:
-            # A replica could only fail again and again.
-            open_checkpoint(resolve_model(config.model).weights)
+        require_weights(config)
         application, self._summary = _application(config, {f"node:{here}": 0.001})
         return application
 
@@ -135,6 +133,12 @@ def require_deployable(config: ClusterConfig) -> None:
             f"than this machine's {ByteSize(available).human_readable()}; lower it"
         )
     require_servable(config, inspect_model(config))
+
+
+def require_weights(config: ClusterConfig) -> None:
+    """Raise ``CheckpointError`` if a cluster that is all here has no weights: a replica could only fail again and again."""
+    if config.ray_address is None:
+        open_checkpoint(resolve_model(config.model).weights)
 
 
 def build(config: ClusterConfig) -> serve.Application:

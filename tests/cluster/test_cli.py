@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from cluster import demo, running_cluster, serve
-from cluster.application import require_deployable
+from cluster.application import require_deployable, require_weights
 from cluster.config import SECRETS, ClusterConfig, flag_of
 from cluster.ports import free_port, is_loopback, require_free_port
 from tests.cluster.command_line import Run, refused
 from tests.releases import QWEN3_8B
+from worker.checkpoint.checkpoint_error import CheckpointError
 from worker.models.registry import ARCHITECTURES
 
 
@@ -196,6 +197,15 @@ def test_serve_refuses_bad_settings_before_a_replica_starts(crosskv: Run, qwen3_
     code, _, err = crosskv("serve", model, "--model", "another")
     assert code == 2
     assert "another" in err
+
+
+def test_a_cluster_on_this_machine_needs_the_weights_here(qwen3_8b: Path) -> None:
+    here = ClusterConfig(model=str(qwen3_8b))
+    with pytest.raises(CheckpointError, match=r"\.safetensors") as raised:
+        require_weights(here)
+    assert str(qwen3_8b) in str(raised.value)
+    # Machines that join have their own.
+    require_weights(here.replace(ray_address="ray://elsewhere:10001"))
 
 
 @pytest.mark.usefixtures("no_cluster")
