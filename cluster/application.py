@@ -136,7 +136,7 @@ def require_deployable(config: ClusterConfig) -> None:
 
 
 def require_weights(config: ClusterConfig) -> None:
-    """Raise ``CheckpointError`` if a cluster that is all here has no weights: a replica could only fail again and again."""
+    """Raise ``CheckpointError`` if a cluster that is all here lacks weights: a replica could only fail, and again."""
     if config.ray_address is None:
         open_checkpoint(resolve_model(config.model).weights)
 

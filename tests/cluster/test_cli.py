@@ -200,6 +200,7 @@ def test_serve_refuses_bad_settings_before_a_replica_starts(crosskv: Run, qwen3_
 
 
 def test_a_cluster_on_this_machine_needs_the_weights_here(qwen3_8b: Path) -> None:
+    (qwen3_8b / "tokenizer.json").write_text("{}")
     here = ClusterConfig(model=str(qwen3_8b))
     with pytest.raises(CheckpointError, match=r"\.safetensors") as raised:
         require_weights(here)
