@@ -4,6 +4,7 @@ A command makes an ``ApiClient`` for one server and closes it when the command e
 do, except for ``status`` and ``request``, which only crosskv has.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from google.protobuf import json_format
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cluster.errors import CrosskvError
+from cluster.event_lines import EventLines
 from cluster.openai.error_code import ErrorCode
 from cluster.timeline import RequestRecord
 from cluster.tls import client_context
@@ -104,14 +106,16 @@ def error_message(body: str) -> str:
         return body[:200].strip() or "no explanation"
 
 
-def event_data(lines: Iterator[str]) -> Iterator[str]:
+def event_data(pieces: Iterator[bytes]) -> Iterator[str]:
     """Yield the data of server-sent events up to [DONE]; raise ``ApiError`` if the stream ends without it."""
-    for line in lines:
-        if line.startswith("data:"):
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                return
-            yield data
+    lines = EventLines()
+    for piece in itertools.chain(pieces, (b"\n",)):
+        for line in lines.after(piece):
+            if line.startswith("data:"):
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                yield data
     raise ApiError("the server's answer broke off")
 
 
@@ -215,7 +219,7 @@ class ApiClient:
                 if response.status_code != httpx.codes.OK:
                     response.read()
                     raise ApiError(f"HTTP {response.status_code}: {error_message(response.text)}")
-                for data in event_data(response.iter_lines()):
+                for data in event_data(response.iter_bytes()):
                     chunk = _ChatChunk.model_validate_json(data)
                     if chunk.error is not None:
                         raise ApiError(chunk.error.message)

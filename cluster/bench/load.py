@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from cluster.client import ApiFailure, TransferUsage, Usage, error_message
+from cluster.event_lines import EventLines
 from cluster.tls import client_context
 
 Prompt = str | tuple[int, ...]
@@ -223,19 +224,21 @@ async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> Asyn
         if response.status_code != httpx.codes.OK:
             text = (await response.aread()).decode(errors="replace")
             raise _StreamError(f"HTTP {response.status_code}: {error_message(text)}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                return
-            try:
-                event = _Event.model_validate_json(data)
-            except ValidationError:
-                raise _StreamError(f"not a completion chunk: {data[:200]}") from None
-            if event.error is not None:
-                raise _StreamError(f"error in the stream: {event.error.message}")
-            yield event
+        lines = EventLines()
+        async for piece in response.aiter_bytes():
+            for line in lines.after(piece):
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                try:
+                    event = _Event.model_validate_json(data)
+                except ValidationError:
+                    raise _StreamError(f"not a completion chunk: {data[:200]}") from None
+                if event.error is not None:
+                    raise _StreamError(f"error in the stream: {event.error.message}")
+                yield event
     raise _StreamError("the stream ended before [DONE]")
 
 

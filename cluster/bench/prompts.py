@@ -32,7 +32,7 @@ def random_prompts(
 def prompts_from_file(path: Path, count: int) -> tuple[str, ...]:
     """Return ``count`` prompts, the file's lines that are not empty, from the start again when they run out."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CrosskvError(f"--prompt-file {path}: {error}") from None
     if not lines:
