@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cluster.errors import CrosskvError
-from cluster.event_lines import EventLines
+from cluster.event_data import EventData
 from cluster.openai.error_code import ErrorCode
 from cluster.timeline import RequestRecord
 from cluster.tls import client_context
@@ -108,14 +108,12 @@ def error_message(body: str) -> str:
 
 def event_data(pieces: Iterator[bytes]) -> Iterator[str]:
     """Yield the data of server-sent events up to [DONE]; raise ``ApiError`` if the stream ends without it."""
-    lines = EventLines()
+    events = EventData()
     for piece in itertools.chain(pieces, (b"\n",)):
-        for line in lines.after(piece):
-            if line.startswith("data:"):
-                data = line.removeprefix("data:").strip()
-                if data == "[DONE]":
-                    return
-                yield data
+        for data in events.after(piece):
+            if data == "[DONE]":
+                return
+            yield data
     raise ApiError("the server's answer broke off")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from cluster.client import ApiFailure, TransferUsage, Usage, error_message
-from cluster.event_lines import EventLines
+from cluster.event_data import EventData
 from cluster.tls import client_context
 
 Prompt = str | tuple[int, ...]
@@ -224,12 +224,9 @@ async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> Asyn
         if response.status_code != httpx.codes.OK:
             text = (await response.aread()).decode(errors="replace")
             raise _StreamError(f"HTTP {response.status_code}: {error_message(text)}")
-        lines = EventLines()
+        events = EventData()
         async for piece in response.aiter_bytes():
-            for line in lines.after(piece):
-                if not line.startswith("data:"):
-                    continue
-                data = line.removeprefix("data:").strip()
+            for data in events.after(piece):
                 if data == "[DONE]":
                     return
                 try:

@@ -8,7 +8,7 @@ unit multiplies bfloat16 as it is; see ``unit_linear.cpp``.
 import torch
 
 from kernels.huge_pages import empty_in_huge_pages
-from kernels.native.library import INTEGER, POINTER, function, library
+from kernels.native.library import INTEGER, POINTER, function, has_matrix_unit, library
 
 
 class PackedMatrix:
@@ -19,6 +19,7 @@ class PackedMatrix:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, in_matrix_unit: bool = False) -> None:
+        assert not in_matrix_unit or has_matrix_unit(), "this process may not use a matrix unit"
         form = "_unit" if in_matrix_unit else ""
         self._outputs, self._inputs = weight.shape
         self._bias = None if bias is None else bias.float()
