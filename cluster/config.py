@@ -147,7 +147,10 @@ class ClusterConfig(BaseSettings):
         description="Type of weights and KV. auto: the checkpoint's own; float32 on a CPU without 16-bit units.",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
-    cuda_graphs: bool = Field(True, description="On a GPU, launch decode steps as CUDA graphs where that is possible.")
+    decode_graphs: bool = Field(
+        True,
+        description="Launch a decode step of a plain decoder as a whole: a CUDA graph, or recorded calls on a CPU.",
+    )
     kv_sharing: str = Field(
         "model",
         description="Which layers share KV: model (as the checkpoint declares), none, every:2 (layer 2k+1 uses 2k), "
@@ -354,7 +357,7 @@ class ClusterConfig(BaseSettings):
             role=role,
             dtype=self.dtype,
             device=self.device,
-            cuda_graphs=self.cuda_graphs,
+            decode_graphs=self.decode_graphs,
             kv_sharing=self.kv_sharing,
             block_size=self.block_size,
             kv_cache_memory=int(self.kv_cache_memory),

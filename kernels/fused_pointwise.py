@@ -8,7 +8,20 @@ import triton
 import triton.language as tl
 
 from kernels.launch import SUPPORTED_DTYPES, Kernel, next_power_of_two
+from kernels.pointwise import take_rows, widen
 from kernels.tuning import ELEMENTS_PER_PROGRAM, warps_for
+
+__all__ = [
+    "add_rms_norm",
+    "apply_rotary",
+    "apply_rotary_interleaved",
+    "gelu_and_multiply",
+    "rms_norm",
+    "rms_norm_in_place",
+    "silu_and_multiply",
+    "take_rows",
+    "widen",
+]
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0) -> torch.Tensor:
@@ -21,6 +34,13 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, 
     out = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device)
     _normalise(rows, None, weight, epsilon, offset, out)
     return out.view(hidden.shape)
+
+
+def rms_norm_in_place(
+    hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0
+) -> None:
+    """The same, written where it was read."""
+    hidden.copy_(rms_norm(hidden, weight, epsilon, offset=offset))
 
 
 def add_rms_norm(

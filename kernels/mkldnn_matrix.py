@@ -10,9 +10,9 @@ class MkldnnMatrix:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._bias = bias
 
-    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``."""
+    def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None, /) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``; ``added`` is one summand more."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             hidden.contiguous(), self._packed, self._bias, "none", [], ""
         )
-        return out
+        return out if added is None else out.add_(added)

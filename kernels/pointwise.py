@@ -16,6 +16,13 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, 
     return F.rms_norm(hidden.to(wide), shape, weight.to(wide) + offset, epsilon).to(hidden.dtype)
 
 
+def rms_norm_in_place(
+    hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0
+) -> None:
+    """The same, written where it was read; ``hidden`` may have any strides."""
+    hidden.copy_(rms_norm(hidden, weight, epsilon, offset=offset))
+
+
 def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate in place, first half of the rotary dimensions against their second half (Su et al. 2021).
 
@@ -47,3 +54,13 @@ def gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """``gelu(gate) * up`` for ``[rows, 2 * width]``, GELU in its tanh form (Hendrycks & Gimpel 2016)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``table[index]``, a new tensor: ``[count, …]`` for int64 ``[count]``, which must all be rows of the table."""
+    return table.index_select(0, index)
+
+
+def widen(numbers: torch.Tensor) -> torch.Tensor:
+    """As float32: itself if it is."""
+    return numbers.float()

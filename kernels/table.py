@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from kernels import delta_rule as plain_delta_rule
 from kernels import pages
@@ -26,8 +25,10 @@ from kernels.attention.segments import AttentionBackend, AttentionPlan, Segment
 from kernels.delta_rule import DeltaRows
 from kernels.experts import routed_experts as plain_routed_experts
 from kernels.mkldnn_matrix import MkldnnMatrix
-from kernels.native.library import TYPES, NoCompiledKernels, has_matrix_unit, library
+from kernels.native.kernel import TYPES
+from kernels.native.library import NoCompiledKernels, has_matrix_unit, library
 from kernels.pages import ALL_HEADS, IntArray, PageShape
+from kernels.plain_matrix import PlainMatrix
 from kernels.sampling import RowFilters
 from kernels.sampling import draw_tokens as plain_draw_tokens
 
@@ -40,8 +41,8 @@ OLDEST_ARCHITECTURE = 8, 0
 class Matrix(Protocol):
     """A matrix to multiply with, and a bias to add."""
 
-    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``, of the weight's dtype."""
+    def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None, /) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``, of the weight's dtype; ``added`` is one summand more."""
         ...
 
 
@@ -157,6 +158,12 @@ class Pointwise(Protocol):
         """Root-mean-square normalisation over the last dimension."""
         ...
 
+    def rms_norm_in_place(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0
+    ) -> None:
+        """The same, written where it was read."""
+        ...
+
     def apply_rotary(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate halves in place."""
         ...
@@ -171,6 +178,14 @@ class Pointwise(Protocol):
 
     def gelu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``gelu(gate) * up``."""
+        ...
+
+    def take_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``table[index]``."""
+        ...
+
+    def widen(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As float32."""
         ...
 
 
@@ -201,16 +216,24 @@ def matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     """``weight`` ``[outputs, inputs]`` and ``bias`` as what multiplies fastest where they are; may copy both."""
     is_compiled = has_compiled_kernels(weight.device, weight.dtype)
     in_matrix_unit = is_compiled and weight.dtype is torch.bfloat16 and has_matrix_unit()
-    is_multiplied_by_onednn = (
-        weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    if is_multiplied_by_onednn and not in_matrix_unit:
+    if not in_matrix_unit and _is_multiplied_by_onednn(weight.device, weight.dtype):
         return MkldnnMatrix(weight, bias)
     if is_compiled:
         from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
 
         return PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)
-    return functools.partial(F.linear, weight=weight, bias=bias)
+    return PlainMatrix(weight, bias)
+
+
+def has_only_compiled_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products are compiled kernels, too, so that all of a plain decoder's step is."""
+    return has_compiled_kernels(device, dtype) and (not _is_multiplied_by_onednn(device, dtype) or has_matrix_unit())
+
+
+def _is_multiplied_by_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the processor has 16-bit arithmetic for it to use."""
+    is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device.type == "cpu" and dtype is torch.bfloat16 and is_supported
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:

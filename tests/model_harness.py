@@ -40,6 +40,7 @@ class ModelHarness:
         role: Role = Role.COLOCATED,
         memory: int = 64 << 20,
         ranks: RankGroup = SOLO,
+        decode_graphs: bool = True,
     ) -> None:
         torch.set_num_threads(1)
         config = EngineConfig(
@@ -49,6 +50,7 @@ class ModelHarness:
             block_size=block_size,
             kv_sharing=kv_sharing,
             kv_cache_memory=memory,
+            decode_graphs=decode_graphs,
         )
         self.dtype = DTYPES[dtype]
         self.runner = ModelRunner(config, ranks, fill=SENTINEL)

@@ -35,15 +35,16 @@ class EngineConfig:
     later ones are computed, in pieces of ``min_piece_bytes`` or more. ``token`` is what callers of every port must
     have; whoever carries the engine reads it from ``cluster_token_file``, if there is one, on the engine's machine.
     A request that is not admitted within ``queue_timeout`` is refused. A replica that is to end finishes what it has
-    within ``drain_seconds``. ``cuda_graphs`` allows ``worker.cuda_graphs``, ``bind_cores`` asks for ``worker.cores``.
-    ``read_config`` is the model's configuration, if whoever made this has read it; otherwise the checkpoint's is read.
+    within ``drain_seconds``. ``decode_graphs`` allows ``worker.decode_graphs``; ``bind_cores`` asks for
+    ``worker.cores``. ``read_config`` is the model's configuration, if whoever made this has read it; otherwise the
+    checkpoint's is read.
     """
 
     model: str
     role: Role
     dtype: str = "auto"
     device: str = "auto"
-    cuda_graphs: bool = True
+    decode_graphs: bool = True
     kv_sharing: str = "model"
     block_size: int = 16
     kv_cache_memory: int = 1 << 30

@@ -11,19 +11,20 @@ from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kernels.attention.segments import Segment
 from kernels.pages import IntArray
-from kernels.table import has_triton_kernels, token_copies
+from kernels.table import has_only_compiled_kernels, has_triton_kernels, token_copies
 from kv_transfer.layout import Piece
 from kv_transfer.rank_pair import HeadRange, PairLayout, heads_of
+from worker.captures import Capture, CudaCapture, NativeCapture
 from worker.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from worker.config import EngineConfig, Role
 from worker.cores import Cores
+from worker.decode_graphs import DecodeGraphs, can_be_captured
 from worker.dtype import choose_device, choose_dtype
 from worker.kv_cache.block_pool import BlockId
 from worker.kv_cache.group_blocks import BlockCopy
@@ -42,9 +43,6 @@ from worker.page_stream import page_stream
 from worker.ranks.commands import SequenceRows
 from worker.ranks.rank_group import SOLO, RankGroup
 from worker.weight_loader import load_weights
-
-if TYPE_CHECKING:
-    from worker.cuda_graphs import DecodeGraphs
 
 # What gRPC delivers is not writable, and nobody writes it.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -80,6 +78,8 @@ class ModelRunner:
         self.num_blocks = self.cache.count_blocks(config.kv_cache_memory)
         self.max_model_len = self._fitting_context(config, longest)
         self.model = model_config.build(replace(context, max_model_len=self.max_model_len))
+        # A model's own prefix comes after the vocabulary.
+        self._embeddings = self.model.vocab_size + len(self.prefix_tokens)
         self._layers = self.model.cached_layers
         self._listener = _Listener()
         self.eos_token_ids = frozenset(checkpoint.eos_token_ids)
@@ -106,7 +106,7 @@ class ModelRunner:
         self._group_of = {name: index for index, group in enumerate(self.cache.groups) for name in group.members}
         self.pages = page_stream(self.device)
         self._copies = token_copies(self.device)
-        self._graphs = self._decode_graphs()
+        self._graphs = self._decode_graphs(dtype)
 
     def cache_manager(self) -> KVCacheManager:
         """The bookkeeping of this runner's blocks, for the one engine that drives it."""
@@ -229,22 +229,27 @@ class ModelRunner:
                 offset += size
         yield from alike.values()
 
-    def _decode_graphs(self) -> "DecodeGraphs | None":
-        """On a GPU, for a whole model that decodes."""
+    def _decode_graphs(self, dtype: torch.dtype) -> DecodeGraphs | None:
+        """For a whole model that decodes, where kernels are Triton's or compiled."""
         is_whole = self._ranks == 1 and self._config.role is not Role.PREFILL
-        if not (self._config.cuda_graphs and is_whole and has_triton_kernels(self.device)):
+        if not (self._config.decode_graphs and is_whole and can_be_captured(self.model)):
             return None
-        from worker.cuda_graphs import DecodeGraphs, can_be_captured  # noqa: PLC0415 - Triton is only on GPUs
-
-        if not can_be_captured(self.model):
+        capture: Capture
+        if has_triton_kernels(self.device):
+            capture = CudaCapture(self.device)
+        elif has_only_compiled_kernels(self.device, dtype):
+            capture = NativeCapture()
+        else:
             return None
-        return DecodeGraphs(self.model, self.device, [group.block_size for group in self.cache.groups])
+        return DecodeGraphs(self.model, self.device, [group.block_size for group in self.cache.groups], capture)
 
     def _inputs(self, scheduled: Sequence[SequenceRows], device: torch.device) -> StepInputs:
         tokens = np.concatenate([s.token_ids for s in scheduled])
         every = [_Rows(s, s.rows) for s in scheduled]
         wanted = [_Rows(s, s.logit_rows) for s in scheduled if s.logit_rows]
         rows = self._row_set(every, device, states=True)
+        # Compiled kernels would read whatever lies there.
+        assert 0 <= tokens.min() <= tokens.max() < self._embeddings, "a token that has no embedding"
         token_ids = torch.from_numpy(tokens).to(device)
         if not wanted:
             return StepInputs(token_ids, rows, None, None)

@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from kernels.attention.gather import plan_slots
-from kernels.attention.segments import AttentionPlan, Segment
+from kernels.attention.segments import AttentionPlan, KeepablePlan, Segment, copy_to_kept
 from kernels.launch import INTERPRETED, LEAST_PRODUCT, SUPPORTED_DTYPES, Kernel, inlined, next_power_of_two
 from kernels.page_copies import write_slots
 from kernels.pages import PageShape, Slots
@@ -70,6 +70,38 @@ class PagedPlan:
     def longest_context(self) -> int:
         """Tokens that the row which sees most may see."""
         return max((batch.longest_context for batch in (self.decodes, self.chunks) if batch is not None), default=0)
+
+    def kept(self, rows: int, context: int, device: torch.device) -> "PagedPlan":
+        """See ``KeepablePlan``."""
+
+        def full(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full(shape, -1, dtype=dtype, device=device)
+
+        return PagedPlan(
+            shape=self.shape,
+            window=self.window,
+            sinks=self.sinks,
+            slots=Slots(full(rows, dtype=torch.int64), full(rows, dtype=torch.int64)),
+            decodes=Batch(
+                sequences=full(rows, 3, dtype=torch.int32),
+                tables=full(rows, -(-context // self.shape.block_size), dtype=torch.int32),
+                most_rows=1,
+                longest_context=context,
+            ),
+            chunks=None,
+        )
+
+    def load(self, plan: KeepablePlan, real: int) -> None:
+        """See ``KeepablePlan``."""
+        assert isinstance(plan, PagedPlan)
+        assert self.decodes is not None
+        assert plan.decodes is not None
+        plan.slots.blocks[real:] = -1
+        copy_to_kept(self.slots.blocks, plan.slots.blocks)
+        copy_to_kept(self.slots.offsets, plan.slots.offsets)
+        copy_to_kept(self.decodes.sequences, plan.decodes.sequences)
+        # Beyond a sequence's context nobody reads its table.
+        copy_to_kept(self.decodes.tables[:, : plan.decodes.tables.shape[1]], plan.decodes.tables)
 
     def most_tiles(self, batch: Batch, tile: int) -> int:
         """A bound on how many tiles of tokens a single row visits."""

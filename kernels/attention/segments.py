@@ -6,7 +6,7 @@ tensors once, and every layer of the group that stores the same uses that plan.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -32,6 +32,19 @@ class AttentionPlan(Protocol):
     """A backend's index tensors for one step. Opaque to everybody else."""
 
 
+@runtime_checkable
+class KeepablePlan(Protocol):
+    """The plan of a step with one row of each sequence, whose place in memory another such step can take."""
+
+    def kept(self, rows: int, context: int, device: torch.device) -> "KeepablePlan":
+        """A plan of this kind with room for ``rows`` sequences of up to ``context`` tokens, at addresses that stay."""
+        ...
+
+    def load(self, plan: "KeepablePlan", real: int) -> None:
+        """Become ``plan``, which was made on the CPU for as many rows; those from ``real`` on store nothing."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Causal attention over a paged cache, and the writes that feed it."""
 
@@ -55,3 +68,8 @@ class AttentionBackend(Protocol):
         Returns ``[rows, heads, (parts - 1) * head_dim]`` of the same dtype.
         """
         ...
+
+
+def copy_to_kept(target: torch.Tensor, values: torch.Tensor) -> None:
+    """From the CPU to where a plan is kept, without waiting: pinned memory is used again only when its copy is over."""
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

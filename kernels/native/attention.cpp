@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "call.h"
 #include "matrix_unit.h"
 #include "vector.h"
 
@@ -368,7 +369,7 @@ enum class Way { IN_PLACE, COPIED, IN_UNIT };
 
 // One task: query rows [first, first + count) of a segment, and the query heads of one key head.
 template <Way WAY, typename T>
-void attend(
+void attend_rows(
     const Problem& problem, const Segment& segment, long first, long count, long head, const T* query, long query_stride,
     const T* cache, T* out) {
     using Number = std::conditional_t<WAY == Way::IN_UNIT, T, float>;
@@ -487,16 +488,19 @@ using Attend = void (*)(const Problem&, const Segment&, long, long, long, const 
 // What attends for a task of `count` query rows.
 template <typename T>
 Attend<T> way_of(const Problem& problem, long count) {
-    if (count * problem.heads / problem.pages.kv_heads < MANY_ROWS) return attend<Way::IN_PLACE, T>;
+    if (count * problem.heads / problem.pages.kv_heads < MANY_ROWS) return attend_rows<Way::IN_PLACE, T>;
 #if defined(HAS_MATRIX_UNIT)
     if constexpr (std::is_same_v<T, BFloat16>)
-        if (problem.pages.head_dim % UNIT_DEPTH == 0 && has_matrix_unit()) return attend<Way::IN_UNIT, T>;
+        if (problem.pages.head_dim % UNIT_DEPTH == 0 && has_matrix_unit()) return attend_rows<Way::IN_UNIT, T>;
 #endif
-    return attend<Way::COPIED, T>;
+    return attend_rows<Way::COPIED, T>;
 }
 
 template <typename T>
-void attend_all(const Problem& problem, long segments, const T* query, long query_stride, const T* cache, T* out) {
+void attend(
+    const Pages* pages, const Segment* described, long segments, const int64_t* blocks, long heads, float scale,
+    const T* query, long query_stride, const T* cache, T* out) {
+    const Problem problem{*pages, described, blocks, heads, scale};
     struct Task {
         long segment, first, count, head;
     };
@@ -522,38 +526,17 @@ void attend_all(const Problem& problem, long segments, const T* query, long quer
 
 // Every row's parts into its slot.
 template <typename T>
-void write_all(
-    const Pages& pages, const T* values, long row_stride, long rows, const int64_t* blocks, const int64_t* offsets, T* cache) {
-    const long lanes = pages.parts * pages.kv_heads, width = pages.head_dim;
+void write_slots(
+    const Pages* pages, const T* values, long row_stride, long rows, const int64_t* blocks, const int64_t* offsets, T* cache) {
+    const long lanes = pages->parts * pages->kv_heads, width = pages->head_dim;
     for (long row = 0; row < rows; ++row) {
-        T* to = cache + blocks[row] * pages.stride + offsets[row] * width;
+        T* to = cache + blocks[row] * pages->stride + offsets[row] * width;
         for (long lane = 0; lane < lanes; ++lane)
-            memcpy(to + lane * pages.block_size * width, values + row * row_stride + lane * width, width * sizeof(T));
+            memcpy(to + lane * pages->block_size * width, values + row * row_stride + lane * width, width * sizeof(T));
     }
 }
 
 }  // namespace
 
-extern "C" {
-
-#define DEFINE(NAME, T)                                                                                                  \
-    void attend_##NAME(                                                                                                  \
-        const long* pages, const long* segments, long count, const int64_t* blocks, long heads, float scale,             \
-        const T* query, long query_stride, const T* cache, T* out) {                                                     \
-        const Problem problem{                                                                                           \
-            *reinterpret_cast<const Pages*>(pages), reinterpret_cast<const Segment*>(segments), blocks, heads, scale};   \
-        attend_all(problem, count, query, query_stride, cache, out);                                                     \
-    }                                                                                                                    \
-    void write_slots_##NAME(                                                                                             \
-        const long* pages, const T* values, long row_stride, long rows, const int64_t* blocks, const int64_t* offsets,   \
-        T* cache) {                                                                                                      \
-        write_all(*reinterpret_cast<const Pages*>(pages), values, row_stride, rows, blocks, offsets, cache);             \
-    }
-
-DEFINE(float32, float)
-DEFINE(bfloat16, BFloat16)
-#if defined(__FLT16_MANT_DIG__)
-DEFINE(float16, Float16)
-#endif
-#undef DEFINE
-}
+EXPORT_FOR_TYPES(attend)
+EXPORT_FOR_TYPES(write_slots)

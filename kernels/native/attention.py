@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from kernels.attention.gather import Visible
-from kernels.attention.segments import AttentionPlan, Segment
-from kernels.native.library import INTEGER, POINTER, REAL, function
+from kernels.attention.segments import AttentionPlan, KeepablePlan, Segment
+from kernels.native.kernel import INTEGER, POINTER, REAL, kernel
 from kernels.pages import IntArray, PageShape, locate
 
 
@@ -26,15 +26,36 @@ class NativePlan:
     slot_blocks: IntArray
     slot_offsets: IntArray
 
+    def kept(self, rows: int, context: int, device: torch.device) -> "NativePlan":
+        """See ``KeepablePlan``."""
+        assert device.type == "cpu", f"compiled kernels run on the CPU, not on {device}"
+        block_size = int(self.pages[2])
+        return NativePlan(
+            pages=self.pages,
+            segments=np.zeros((rows, self.segments.shape[1]), dtype=np.int64),
+            blocks=np.zeros(rows * -(-context // block_size), dtype=np.int64),
+            slot_blocks=np.zeros(rows, dtype=np.int64),
+            slot_offsets=np.zeros(rows, dtype=np.int64),
+        )
+
+    def load(self, plan: KeepablePlan, real: int) -> None:
+        """See ``KeepablePlan``. All rows are real."""
+        assert isinstance(plan, NativePlan)
+        assert real == len(plan.segments) == len(self.segments), "a row that stores nothing has no place here"
+        self.segments[:] = plan.segments
+        self.blocks[: len(plan.blocks)] = plan.blocks
+        self.slot_blocks[:] = plan.slot_blocks
+        self.slot_offsets[:] = plan.slot_offsets
+
 
 class NativeAttention:
     """See the module. Of one element type; stateless otherwise, one instance serves every layer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._attend = function(
+        self._attend = kernel(
             "attend", dtype, POINTER, POINTER, INTEGER, POINTER, INTEGER, REAL, POINTER, INTEGER, POINTER, POINTER
         )
-        self._write = function("write_slots", dtype, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER)
+        self._write = kernel("write_slots", dtype, POINTER, POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER)
 
     def plan(
         self, segments: Sequence[Segment], shape: PageShape, window: int | None, device: torch.device, *, sinks: int = 0

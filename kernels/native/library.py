@@ -11,16 +11,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from kernels.cache_directory import cache_directory
 
-SOURCES: Final = ("linear.cpp", "unit_linear.cpp", "attention.cpp", "pointwise.cpp")
-HEADERS: Final = ("vector.h", "matrix_unit.h")
+SOURCES: Final = ("linear.cpp", "unit_linear.cpp", "attention.cpp", "pointwise.cpp", "recording.cpp")
+HEADERS: Final = ("vector.h", "matrix_unit.h", "call.h")
 FLAGS: Final = (
     "-O3",
     "-march=native",
@@ -33,12 +30,6 @@ FLAGS: Final = (
 )
 COMPILERS: Final = ("c++", "g++", "clang++")
 COMPILE_SECONDS = 120.0
-
-TYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-"""What the kernels' elements may be, by what their functions' names end with."""
-
-POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-Call = Callable[..., None]
 
 
 class NoCompiledKernels(RuntimeError):
@@ -58,20 +49,6 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NoCompiledKernels(f"{path} does not load: {error}") from None
-
-
-@functools.cache
-def function(name: str, dtype: torch.dtype, *arguments: type) -> Call:
-    """One kernel for one element type, which takes C arguments of these types.
-
-    Raises ``NoCompiledKernels`` if there is none for the type.
-    """
-    try:
-        call = library()[f"{name}_{TYPES[dtype]}"]
-    except (AttributeError, KeyError):
-        raise NoCompiledKernels(f"no compiled {name} for {dtype}") from None
-    call.argtypes, call.restype = arguments, None
-    return call
 
 
 def has_matrix_unit() -> bool:

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "call.h"
 #include "vector.h"
 
 namespace {
@@ -145,9 +146,23 @@ void multiply_panels(
     }
 }
 
-template <typename T, typename W>
-void multiply(
-    const T* rows, long row_stride, long count, const W* packed, long inputs, long outputs, const float* bias, T* out) {
+// A row of sums, with what is to be added to them, as the result has it.
+template <typename T>
+void finish_row(const float* sums, const T* added, long width, T* to) {
+    if (added == nullptr) {
+        convert_row(sums, width, to);
+        return;
+    }
+    long n = 0;
+    for (; n + LANES <= width; n += LANES) store(to + n, load(sums + n) + load(added + n));
+    for (; n < width; ++n) narrow(to + n, sums[n] + widen(added[n]));
+}
+
+// rows x weight, with a bias for every output and `added`, which is as wide as the result, or without either.
+template <typename T>
+void linear(
+    const T* rows, long row_stride, long count, const T* packed, long inputs, long outputs, const float* bias, const T* added,
+    T* out) {
     static thread_local Scratch<float> held_rows, held_out;
     constexpr bool is_wide = std::is_same_v<T, float>;
     const float* wide_rows = reinterpret_cast<const float*>(rows);
@@ -168,16 +183,19 @@ void multiply(
         multiply_panels(
             wide_rows, stride, count, packed, inputs, outputs, panels * part / parts, panels * (part + 1) / parts, bias,
             wide_out, outputs);
-    }
-    if constexpr (!is_wide) {
-        for (long row = 0; row < count; ++row) convert_row(wide_out + row * outputs, outputs, out + row * outputs);
+        if (!is_wide || added != nullptr) {
+#pragma omp barrier
+#pragma omp for
+            for (long row = 0; row < count; ++row) {
+                const long place = row * outputs;
+                finish_row(wide_out + place, added == nullptr ? nullptr : added + place, outputs, out + place);
+            }
+        }
     }
 }
 
-}  // namespace
-
 template <typename W>
-static void pack(const W* weight, long weight_stride, long outputs, long inputs, W* packed) {
+void pack(const W* weight, long weight_stride, long outputs, long inputs, W* packed) {
     const long panels = (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS;
 #pragma omp parallel for
     for (long panel = 0; panel < panels; ++panel) {
@@ -190,26 +208,12 @@ static void pack(const W* weight, long weight_stride, long outputs, long inputs,
     }
 }
 
-extern "C" {
+}  // namespace
 
 // Elements of a packed weight.
-long packed_size(long outputs, long inputs) {
+extern "C" long packed_size(long outputs, long inputs) {
     return (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS * inputs;
 }
 
-#define DEFINE(NAME, T)                                                                                                   \
-    void pack_##NAME(const T* weight, long weight_stride, long outputs, long inputs, T* packed) {                         \
-        pack(weight, weight_stride, outputs, inputs, packed);                                                             \
-    }                                                                                                                     \
-    void linear_##NAME(                                                                                                   \
-        const T* rows, long row_stride, long count, const T* packed, long inputs, long outputs, const float* bias, T* out) { \
-        multiply(rows, row_stride, count, packed, inputs, outputs, bias, out);                                            \
-    }
-
-DEFINE(float32, float)
-DEFINE(bfloat16, BFloat16)
-#if defined(__FLT16_MANT_DIG__)
-DEFINE(float16, Float16)
-#endif
-#undef DEFINE
-}
+EXPORT_FOR_TYPES(pack)
+EXPORT_FOR_TYPES(linear)

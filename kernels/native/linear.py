@@ -5,10 +5,13 @@ and are widened on the way into registers, so 16-bit weights cost half the memor
 unit multiplies bfloat16 as it is; see ``unit_linear.cpp``.
 """
 
+import ctypes
+
 import torch
 
 from kernels.huge_pages import empty_in_huge_pages
-from kernels.native.library import INTEGER, POINTER, function, has_matrix_unit, library
+from kernels.native.kernel import INTEGER, POINTER, kernel
+from kernels.native.library import has_matrix_unit, library
 
 
 class PackedMatrix:
@@ -24,22 +27,27 @@ class PackedMatrix:
         self._outputs, self._inputs = weight.shape
         self._bias = None if bias is None else bias.float()
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
-        pack = function(f"pack{form}", weight.dtype, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
-        self._multiply = function(
-            f"linear{form}", weight.dtype, POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER, POINTER
-        )
+        pack = kernel(f"pack{form}", weight.dtype, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
+        rows_kinds, weight_kinds = (POINTER, INTEGER, INTEGER), (POINTER, INTEGER, INTEGER)
+        self._multiply = kernel(f"linear{form}", weight.dtype, *rows_kinds, *weight_kinds, POINTER, POINTER, POINTER)
         size = library()[f"packed{form}_size"]
-        size.argtypes, size.restype = (INTEGER, INTEGER), INTEGER
+        size.argtypes, size.restype = (ctypes.c_long, ctypes.c_long), ctypes.c_long
         self._packed = empty_in_huge_pages(size(self._outputs, self._inputs), weight.dtype)
         pack(rows.data_ptr(), rows.stride(0), self._outputs, self._inputs, self._packed.data_ptr())
 
-    def __call__(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``, both of the weight's dtype; sums in float32."""
+    def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None, /) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``, both of the weight's dtype; sums in float32.
+
+        ``added`` is one summand more, as wide as the result.
+        """
+        if added is not None and not added.is_contiguous():
+            added = added.contiguous()
         if hidden.stride(1) != 1:
             hidden = hidden.contiguous()
         assert hidden.dtype is self._packed.dtype, f"{hidden.dtype} rows for weights of {self._packed.dtype}"
         assert hidden.shape[1] == self._inputs, f"rows of {hidden.shape[1]} for weights of {self._inputs} inputs"
         out = hidden.new_empty(hidden.shape[0], self._outputs)
+        assert added is None or (added.shape == out.shape and added.dtype is out.dtype), "what is added is not alike"
         self._multiply(
             hidden.data_ptr(),
             hidden.stride(0),
@@ -47,7 +55,8 @@ class PackedMatrix:
             self._packed.data_ptr(),
             self._inputs,
             self._outputs,
-            None if self._bias is None else self._bias.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            0 if added is None else added.data_ptr(),
             out.data_ptr(),
         )
         return out

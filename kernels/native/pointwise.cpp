@@ -1,8 +1,10 @@
 // Small operations of a decoder layer, each one pass over its rows. Rows are shared by threads once they are many.
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include "call.h"
 #include "vector.h"
 
 namespace {
@@ -13,11 +15,11 @@ constexpr long SHARED = 1 << 16;
 template <typename T>
 void rms_norm(
     const T* hidden, long row_stride, long head_stride, long rows, long heads, long width, const T* weight, float offset,
-    float epsilon, T* out) {
+    float epsilon, T* out, long out_row_stride, long out_head_stride) {
 #pragma omp parallel for if (rows * heads * width >= SHARED)
     for (long i = 0; i < rows * heads; ++i) {
         const T* from = hidden + i / heads * row_stride + i % heads * head_stride;
-        T* to = out + i * width;
+        T* to = out + i / heads * out_row_stride + i % heads * out_head_stride;
         Floats squares = {};
         long d = 0;
         for (; d + LANES <= width; d += LANES) squares += load(from + d) * load(from + d);
@@ -83,28 +85,25 @@ void silu_and_multiply(const T* gate_up, long row_stride, long rows, long width,
     }
 }
 
+// Rows of a table, of `width` elements each.
+template <typename T>
+void take_rows(const T* table, long width, const int64_t* index, long count, T* out) {
+#pragma omp parallel for if (count * width >= SHARED)
+    for (long row = 0; row < count; ++row) memcpy(out + row * width, table + index[row] * width, width * sizeof(T));
+}
+
+template <typename T>
+void widen(const T* numbers, long count, float* out) {
+    const long chunks = (count + SHARED - 1) / SHARED;
+#pragma omp parallel for if (chunks > 1)
+    for (long chunk = 0; chunk < chunks; ++chunk)
+        convert_row(numbers + chunk * SHARED, std::min(SHARED, count - chunk * SHARED), out + chunk * SHARED);
+}
+
 }  // namespace
 
-extern "C" {
-
-#define DEFINE(NAME, T)                                                                                                    \
-    void rms_norm_##NAME(                                                                                                  \
-        const T* hidden, long row_stride, long head_stride, long rows, long heads, long width, const T* weight,            \
-        float offset, float epsilon, T* out) {                                                                             \
-        rms_norm(hidden, row_stride, head_stride, rows, heads, width, weight, offset, epsilon, out);                       \
-    }                                                                                                                      \
-    void apply_rotary_##NAME(                                                                                              \
-        T* heads, long row_stride, long head_stride, long rows, long count, const T* cos, const T* sin, long half) {       \
-        apply_rotary(heads, row_stride, head_stride, rows, count, cos, sin, half);                                         \
-    }                                                                                                                      \
-    void silu_and_multiply_##NAME(const T* gate_up, long row_stride, long rows, long width, T* out) {                      \
-        silu_and_multiply(gate_up, row_stride, rows, width, out);                                                          \
-    }
-
-DEFINE(float32, float)
-DEFINE(bfloat16, BFloat16)
-#if defined(__FLT16_MANT_DIG__)
-DEFINE(float16, Float16)
-#endif
-#undef DEFINE
-}
+EXPORT_FOR_TYPES(rms_norm)
+EXPORT_FOR_TYPES(apply_rotary)
+EXPORT_FOR_TYPES(silu_and_multiply)
+EXPORT_FOR_TYPES(take_rows)
+EXPORT_FOR_TYPES(widen)

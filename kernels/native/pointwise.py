@@ -7,36 +7,68 @@ functions.
 import torch
 
 from kernels import pointwise as plain
-from kernels.native.library import INTEGER, POINTER, REAL, TYPES, function
+from kernels.native.kernel import INTEGER, POINTER, REAL, TYPES, kernel
 from kernels.pointwise import apply_rotary_interleaved, gelu_and_multiply
 
-__all__ = ["apply_rotary", "apply_rotary_interleaved", "gelu_and_multiply", "rms_norm", "silu_and_multiply"]
+__all__ = [
+    "apply_rotary",
+    "apply_rotary_interleaved",
+    "gelu_and_multiply",
+    "rms_norm",
+    "rms_norm_in_place",
+    "silu_and_multiply",
+    "take_rows",
+    "widen",
+]
 
-_NORM = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, REAL, REAL, POINTER)
+_NORM = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, REAL, REAL, POINTER, INTEGER, INTEGER)
 _ROTARY = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, INTEGER)
 _GATE = (POINTER, INTEGER, INTEGER, INTEGER, POINTER)
+_TAKE = (POINTER, INTEGER, POINTER, INTEGER, POINTER)
+_WIDEN = (POINTER, INTEGER, POINTER)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0) -> torch.Tensor:
     """Root-mean-square normalisation over the last dimension."""
-    is_alike = weight is None or (weight.dtype is hidden.dtype and weight.is_contiguous())
-    if hidden.dtype not in TYPES or hidden.ndim not in (2, 3) or hidden.stride(-1) != 1 or not is_alike:
+    if not _can_normalise(hidden, weight):
         return plain.rms_norm(hidden, weight, epsilon, offset=offset)
     out = torch.empty(hidden.shape, dtype=hidden.dtype)
-    heads, head_stride = (1, 0) if hidden.ndim == 2 else (hidden.shape[1], hidden.stride(1))
-    function("rms_norm", hidden.dtype, *_NORM)(
+    _normalise(hidden, weight, epsilon, offset, out)
+    return out
+
+
+def rms_norm_in_place(
+    hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0
+) -> None:
+    """The same, written where it was read."""
+    if _can_normalise(hidden, weight):
+        _normalise(hidden, weight, epsilon, offset, hidden)
+    else:
+        plain.rms_norm_in_place(hidden, weight, epsilon, offset=offset)
+
+
+def _can_normalise(hidden: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    is_alike = weight is None or (weight.dtype is hidden.dtype and weight.is_contiguous())
+    return hidden.dtype in TYPES and hidden.ndim in (2, 3) and hidden.stride(-1) == 1 and is_alike
+
+
+def _normalise(
+    hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, offset: float, out: torch.Tensor
+) -> None:
+    kernel("rms_norm", hidden.dtype, *_NORM)(
         hidden.data_ptr(),
         hidden.stride(0),
-        head_stride,
+        hidden.stride(1) if hidden.ndim == 3 else 0,
         hidden.shape[0],
-        heads,
+        hidden.shape[1] if hidden.ndim == 3 else 1,
         hidden.shape[-1],
-        None if weight is None else weight.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         offset,
         epsilon,
         out.data_ptr(),
+        out.stride(0),
+        out.stride(1) if out.ndim == 3 else 0,
     )
-    return out
 
 
 def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -45,7 +77,7 @@ def apply_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> N
     if heads.dtype not in TYPES or heads.stride(-1) != 1 or not are_alike:
         plain.apply_rotary(heads, cos, sin)
         return
-    function("apply_rotary", heads.dtype, *_ROTARY)(
+    kernel("apply_rotary", heads.dtype, *_ROTARY)(
         heads.data_ptr(),
         heads.stride(0),
         heads.stride(1),
@@ -63,7 +95,27 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
         return plain.silu_and_multiply(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    function("silu_and_multiply", gate_up.dtype, *_GATE)(
+    kernel("silu_and_multiply", gate_up.dtype, *_GATE)(
         gate_up.data_ptr(), gate_up.stride(0), rows, width, out.data_ptr()
     )
+    return out
+
+
+def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``table[index]``."""
+    if table.dtype not in TYPES or not table.is_contiguous() or not index.is_contiguous():
+        return plain.take_rows(table, index)
+    out = table.new_empty(len(index), *table.shape[1:])
+    kernel("take_rows", table.dtype, *_TAKE)(
+        table.data_ptr(), table.stride(0), index.data_ptr(), len(index), out.data_ptr()
+    )
+    return out
+
+
+def widen(numbers: torch.Tensor) -> torch.Tensor:
+    """As float32."""
+    if numbers.dtype not in TYPES or not numbers.is_contiguous() or numbers.dtype is torch.float32:
+        return plain.widen(numbers)
+    out = torch.empty(numbers.shape, dtype=torch.float32)
+    kernel("widen", numbers.dtype, *_WIDEN)(numbers.data_ptr(), numbers.numel(), out.data_ptr())
     return out

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "call.h"
 #include "matrix_unit.h"
 
 #if defined(HAS_MATRIX_UNIT)
@@ -48,21 +49,30 @@ private:
     const BFloat16* copied_;
 };
 
-// Some rows of a block's sums, with the bias added, as bfloat16. Only `columns` of its BLOCK exist.
-void store_block(const float* sums, long rows, long columns, const float* bias, BFloat16* out, long out_stride) {
+// Some rows of a block's sums, with the bias and what is to be added, as bfloat16. Only `columns` of its BLOCK exist.
+void store_block(
+    const float* sums, long rows, long columns, const float* bias, const BFloat16* added, BFloat16* out, long out_stride) {
     for (long row = 0; row < rows; ++row) {
         const float* from = sums + row * BLOCK;
         BFloat16* to = out + row * out_stride;
+        const BFloat16* more = added + row * out_stride;
         if (columns == BLOCK) {
             Floats left = load(from), right = load(from + LANES);
             if (bias != nullptr) {
                 left += load(bias);
                 right += load(bias + LANES);
             }
+            if (added != nullptr) {
+                left += load(more);
+                right += load(more + LANES);
+            }
             const __m512bh narrow = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(right), reinterpret_cast<__m512>(left));
             memcpy(to, &narrow, sizeof narrow);
         } else {
-            for (long n = 0; n < columns; ++n) narrow(to + n, bias == nullptr ? from[n] : from[n] + bias[n]);
+            for (long n = 0; n < columns; ++n) {
+                const float whole = from[n] + (bias == nullptr ? 0.0f : bias[n]);
+                narrow(to + n, added == nullptr ? whole : whole + widen(more[n]));
+            }
         }
     }
 }
@@ -70,7 +80,7 @@ void store_block(const float* sums, long rows, long columns, const float* bias, 
 // Panels [first, last) of the product, all rows.
 void multiply_panels(
     const BlockRows& rows, long count, const BFloat16* packed, long outputs, long first, long last, const float* bias,
-    BFloat16* out) {
+    const BFloat16* added, BFloat16* out) {
     const UnitTiles tiles;
     const long depth = rows.depth(), line = BLOCK * sizeof(BFloat16);
     alignas(64) float sums[BLOCK * BLOCK];
@@ -94,22 +104,16 @@ void multiply_panels(
                               line * panels / blocks};
                 const auto multiply = height > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
                 multiply(rows.from(row), rows.stride(row), weights, depth, sums, BLOCK, false, ahead);
+                const long place = row * outputs + column;
                 store_block(
                     sums, height, std::min(BLOCK, outputs - column), bias == nullptr ? nullptr : bias + column,
-                    out + row * outputs + column, outputs);
+                    added == nullptr ? nullptr : added + place, out + place, outputs);
             }
         }
     }
 }
 
-}  // namespace
-
-extern "C" {
-
-// Elements of a packed weight.
-long packed_unit_size(long outputs, long inputs) { return rounded_up(outputs, BLOCK) * rounded_up(inputs, UNIT_DEPTH); }
-
-void pack_unit_bfloat16(const BFloat16* weight, long weight_stride, long outputs, long inputs, BFloat16* packed) {
+void pack(const BFloat16* weight, long weight_stride, long outputs, long inputs, BFloat16* packed) {
     const long depth = rounded_up(inputs, UNIT_DEPTH);
 #pragma omp parallel for
     for (long panel = 0; panel < rounded_up(outputs, BLOCK) / BLOCK; ++panel) {
@@ -126,19 +130,31 @@ void pack_unit_bfloat16(const BFloat16* weight, long weight_stride, long outputs
     }
 }
 
-void linear_unit_bfloat16(
+// rows x weight, with a bias for every output and `added`, which is as wide as the result, or without either.
+void linear(
     const BFloat16* rows, long row_stride, long count, const BFloat16* packed, long inputs, long outputs, const float* bias,
-    BFloat16* out) {
+    const BFloat16* added, BFloat16* out) {
     const BlockRows blocks(rows, row_stride, count, inputs);
     const long panels = rounded_up(outputs, BLOCK) / BLOCK;
     const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), panels));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const long part = omp_get_thread_num(), parts = omp_get_num_threads();
-        multiply_panels(blocks, count, packed, outputs, panels * part / parts, panels * (part + 1) / parts, bias, out);
+        multiply_panels(
+            blocks, count, packed, outputs, panels * part / parts, panels * (part + 1) / parts, bias, added,
+            out);
     }
 }
+
+}  // namespace
+
+// Elements of a packed weight.
+extern "C" long packed_unit_size(long outputs, long inputs) {
+    return rounded_up(outputs, BLOCK) * rounded_up(inputs, UNIT_DEPTH);
 }
+
+EXPORT(pack_unit_bfloat16, pack)
+EXPORT(linear_unit_bfloat16, linear)
 #endif
 
 extern "C" int may_use_matrix_unit() {

@@ -58,7 +58,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "placement": ("role", "role"),
     "dtype": ("float32", "float16"),
     "device": ("cpu", "cuda:1"),
-    "cuda_graphs": (False, False),
+    "decode_graphs": (False, False),
     "bind_cores": (True, True),
     "kv_sharing": ("none", "every:2"),
     "block_size": (8, 32),

@@ -21,7 +21,7 @@ COMMAND = "python -m tests.docs.option_tables"
 DOCUMENT = REPOSITORY / "docs" / "user-guide.md"
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "served_model_name", "tool_call_parser", "dtype", "device", "cuda_graphs", "max_model_len"),
+    "model": ("model", "served_model_name", "tool_call_parser", "dtype", "device", "decode_graphs", "max_model_len"),
     "replicas": (
         "mode",
         "prefill_replicas",

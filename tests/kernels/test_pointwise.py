@@ -39,6 +39,14 @@ def test_rms_norm(kernels: Pointwise, norm: Callable[..., Any], shape: tuple[int
     out = kernels.rms_norm(hidden, reference.weight.detach(), 1e-5)
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    # Within something wider, of which the rest stays as it is.
+    around = random(*shape[:-1], shape[-1] + 9, dtype=dtype, seed=2)
+    held = around.clone()
+    held[..., 3:-6] = hidden
+    kernels.rms_norm_in_place(held[..., 3:-6], reference.weight.detach(), 1e-5)
+    assert torch.equal(held[..., 3:-6], out)
+    held[..., 3:-6] = around[..., 3:-6]
+    assert torch.equal(held, around)
 
 
 @implementations
@@ -155,3 +163,22 @@ def test_a_weight_of_another_type_is_not_read_as_if_it_were_of_the_rows() -> Non
     expected = plain.rms_norm(hidden.float(), weight, 1e-5)
     out = native.rms_norm(hidden, weight, 1e-5)
     torch.testing.assert_close(out.float(), expected, rtol=2**-6, atol=2**-6)
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(50, 33), (50, 1, 8), (3000, 40)])
+def test_rows_of_a_table(kernels: Pointwise, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    table = random(*shape, dtype=dtype)
+    index = torch.randint(shape[0], (2 * shape[0],), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(kernels.take_rows(table, index), torch.stack([table[row] for row in index.tolist()]))
+    assert kernels.take_rows(table, index[:0]).shape == (0, *shape[1:])
+
+
+@implementations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_as_float32(kernels: Pointwise, dtype: torch.dtype) -> None:
+    for numbers in (random(3, 70_001, dtype=dtype), random(4, 9, dtype=dtype)[:, 2:], random(0, 3, dtype=dtype)):
+        wide = kernels.widen(numbers)
+        assert wide.dtype is torch.float32
+        assert wide.tolist() == numbers.tolist()

@@ -27,6 +27,7 @@ class Embedding:
         self.rows = split_rows(weight_format.ranks, vocab_size)
         self.weight = vocabulary_weight(self.rows, hidden_size, weight_format)
         self._ranks = weight_format.ranks
+        self._take_rows = weight_format.pointwise.take_rows
         self._scale = None if scale is None else weight_format.rounded(scale)
 
     def slots(self, name: str) -> Iterator[Slot]:
@@ -35,7 +36,7 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Int64 ``[rows]`` to ``[rows, hidden]``."""
-        hidden = F.embedding(token_ids, self.weight) if self._ranks.size == 1 else self._found(token_ids)
+        hidden = self._take_rows(self.weight, token_ids) if self._ranks.size == 1 else self._found(token_ids)
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
     def _found(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -57,6 +58,7 @@ class LogitsHead:
         self._tied = tied
         self._soft_cap = soft_cap
         self._ranks = weight_format.ranks
+        self._widen = weight_format.pointwise.widen
         self._rows = embedding.rows
         hidden_size = embedding.weight.shape[1]
         self._matrix = Matrix(embedding.weight if tied else vocabulary_weight(self._rows, hidden_size, weight_format))
@@ -71,7 +73,7 @@ class LogitsHead:
         gathered = self._ranks.gather(self._matrix(hidden))
         if gathered is None:
             return None
-        logits = gathered[:, : self._rows.whole].float()
+        logits = self._widen(gathered[:, : self._rows.whole])
         return logits if self._soft_cap is None else logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
 
 

@@ -17,8 +17,8 @@ class FeedForward(Protocol):
         """Weights by checkpoint name; ``prefix`` is the module's, such as ``model.layers.0.mlp``."""
         ...
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """A new tensor, with ``residual`` added to it."""
         ...
 
 
@@ -53,6 +53,6 @@ class GatedMLP:
         """This rank's summand of the output."""
         return self.down.partial(self._activate(self.gate_up(hidden)))
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden]`` in and out."""
-        return self.down(self._activate(self.gate_up(hidden)))
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``[rows, hidden]`` in and out, with ``residual`` added to what comes out."""
+        return self.down(self._activate(self.gate_up(hidden)), residual)

@@ -77,6 +77,9 @@ class SummedLinear:
         """This rank's summand, for a layer that adds to it before it sums."""
         return self._matrix(hidden)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, out]``."""
-        return self._ranks.sum(self._matrix(hidden))
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, out]``, with ``residual``, which every rank has, added to the sum."""
+        if self._ranks.size == 1:
+            return self._matrix(hidden, residual)
+        whole = self._ranks.sum(self._matrix(hidden))
+        return whole if residual is None else whole.add_(residual)

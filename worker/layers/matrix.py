@@ -22,9 +22,9 @@ class Matrix:
         assert self._loaded is not None, "a weight was wanted after it was multiplied with"
         return self._loaded
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``."""
+    def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        """``[rows, inputs]`` to ``[rows, outputs]``; ``added`` is one summand more."""
         if self._arranged is None:
             self._arranged = table.matrix(self.weight, self._bias)
             self._loaded = None
-        return self._arranged(hidden)
+        return self._arranged(hidden, added)

@@ -125,8 +125,9 @@ class MixtureOfExperts:
         if self.shared is not None:
             yield from self.shared.slots(prefix)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[rows, hidden]`` in and out."""
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``[rows, hidden]`` in and out, with ``residual`` added to what comes out."""
         experts, weights = self.router(self.gate(hidden.to(self._gate_dtype)).float())
         output = self.experts(hidden, experts, weights)
-        return self._ranks.sum(output if self.shared is None else output.add_(self.shared(hidden)))
+        whole = self._ranks.sum(output if self.shared is None else output.add_(self.shared(hidden)))
+        return whole if residual is None else whole.add_(residual)

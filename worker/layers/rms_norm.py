@@ -14,7 +14,7 @@ class RMSNorm:
         self.weight = weight_format.empty(size)
         self._epsilon = epsilon
         self._offset = offset
-        self._rms_norm = weight_format.pointwise.rms_norm
+        self._pointwise = weight_format.pointwise
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes."""
@@ -22,7 +22,11 @@ class RMSNorm:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Same shape and dtype as ``hidden``."""
-        return self._rms_norm(hidden, self.weight, self._epsilon, offset=self._offset)
+        return self._pointwise.rms_norm(hidden, self.weight, self._epsilon, offset=self._offset)
+
+    def in_place(self, hidden: torch.Tensor) -> None:
+        """Write over what was there."""
+        self._pointwise.rms_norm_in_place(hidden, self.weight, self._epsilon, offset=self._offset)
 
 
 class UnscaledRMSNorm:

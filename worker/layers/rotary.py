@@ -65,7 +65,8 @@ class RotaryTable:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of each position, int64 ``[rows]``."""
-        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions), self._kernels)
+        take_rows = self._kernels.take_rows
+        return Rotation(take_rows(self._cos, positions), take_rows(self._sin, positions), self._kernels)
 
 
 def rope_parameters(config: TextConfig, layer_type: str | None) -> Mapping[str, Any]:

@@ -97,7 +97,7 @@ class LastOwnerKeys:
     def rotate(self, key: torch.Tensor, rotation: Rotation) -> None:
         """Normalise and rotate keys, ``[rows, kv_heads, head_dim]``, in place."""
         if self.key_norm is not None:
-            key[:] = self.key_norm(key)
+            self.key_norm.in_place(key)
         rotation.apply(key)
 
 
@@ -157,16 +157,16 @@ class DecoderLayer:
     def rotate(self, query_key: torch.Tensor, rotation: Rotation) -> None:
         """Normalise and rotate queries and then keys, ``[rows, heads + kv_heads, head_dim]``, in place."""
         if self.query_norm is not None:
-            query_key[:, : self._heads] = self.query_norm(query_key[:, : self._heads])
+            self.query_norm.in_place(query_key[:, : self._heads])
         if self.key_norm is not None:
-            query_key[:, self._heads :] = self.key_norm(query_key[:, self._heads :])
+            self.key_norm.in_place(query_key[:, self._heads :])
         rotation.apply(query_key)
 
     def finish(self, query: torch.Tensor, hidden: torch.Tensor, rows: RowSet) -> torch.Tensor:
         """Attention output and feed-forward, added to the residual stream ``hidden``."""
         attended = self.attention.attend(query, rows.plans[self.attention.name])
-        hidden = self.output(attended.view(len(hidden), -1)).add_(hidden)
-        return self.feed_forward(self.mlp_norm(hidden)).add_(hidden)
+        hidden = self.output(attended.view(len(hidden), -1), hidden)
+        return self.feed_forward(self.mlp_norm(hidden), hidden)
 
 
 class Decoder:

@@ -143,7 +143,7 @@ class LayerInput:
         plan = rows.plans[self.attention.name]
         if self.latent_norm is not None:
             latents, size = parts["kv_a_proj_with_mqa"], self._shape.latent_dim
-            latents[:, :size] = self.latent_norm(latents[:, :size])
+            self.latent_norm.in_place(latents[:, :size])
             self._shape.rotate(rotation, latents[:, None, size:])
             self.attention.write(latents, plan)
         if self.index_key_norm is not None:
@@ -251,7 +251,7 @@ class DeepseekLayer:
     def finish(self, projected: Projected, hidden: torch.Tensor, rotation: Rotation, rows: RowSet) -> torch.Tensor:
         """Attention output and feed-forward, added to the residual stream ``hidden``."""
         hidden = self._attend(projected, rotation, rows).add_(hidden)
-        return self.feed_forward(self.mlp_norm(hidden)).add_(hidden)
+        return self.feed_forward(self.mlp_norm(hidden), hidden)
 
     def _attend(self, projected: Projected, rotation: Rotation, rows: RowSet) -> torch.Tensor:
         shape, plan = self._shape, rows.plans[self.attention.name]

@@ -207,7 +207,7 @@ class HymbaLayer:
         gated = (read * self.storage.gate(normed)).to(hidden.dtype)
         mean = self.attention_norm(attended).add_(self.mamba_norm(gated)).div_(2)
         hidden = self.output(mean).add_(hidden)
-        return self.mlp(self.mlp_norm(hidden)).add_(hidden)
+        return self.mlp(self.mlp_norm(hidden), hidden)
 
 
 class Hymba:

@@ -121,7 +121,7 @@ class StoredStates:
         states = self.projection(normed)
         if self.latent_norm is not None:
             latents = states[:, : attention.head_dim]
-            latents[:, : self._latent_dim] = self.latent_norm(latents[:, : self._latent_dim])
+            self.latent_norm.in_place(latents[:, : self._latent_dim])
             if self._rope:
                 rows.rotation.apply_interleaved(latents[:, None, self._latent_dim :])
             attention.write(latents, plan)
@@ -251,8 +251,8 @@ class Layer(StoringLayer):
             rows.rotation.apply_interleaved(query[..., self._key_dim :])
         plan = rows.plans[self.attention.name]
         attended = self.attention.attend(query, self.expansion.by_head, plan, selection)
-        hidden = self.output(attended.flatten(1)).add_(hidden)
-        return self.feed_forward(self.mlp_norm(hidden)).add_(hidden)
+        hidden = self.output(attended.flatten(1), hidden)
+        return self.feed_forward(self.mlp_norm(hidden), hidden)
 
 
 class MistralLarge4:

@@ -224,7 +224,7 @@ class Layer:
     def finish(self, states: torch.Tensor, gate: torch.Tensor, hidden: torch.Tensor, rows: RowSet) -> torch.Tensor:
         """The mixer's output and the feed-forward, added to ``hidden``."""
         hidden = self._mixer.finish(states, gate, rows).add_(hidden)
-        return self.feed_forward(self.mlp_norm(hidden)).add_(hidden)
+        return self.feed_forward(self.mlp_norm(hidden), hidden)
 
 
 class StateWriter(Protocol):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import has_matrix_unit
 from kernels.native.linear import PackedMatrix
+from kernels.plain_matrix import PlainMatrix
 
 # What multiplies weights of a type here: vector registers, and a matrix unit where the processor has one.
 FORMS = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -21,22 +22,33 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
     outputs=st.one_of(st.integers(1, 70), st.just(333)),
     form=st.sampled_from(FORMS),
     has_bias=st.booleans(),
+    has_added=st.booleans(),
     padding=st.sampled_from([0, 3]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=150)
 def test_equals_the_product(
-    rows: int, inputs: int, outputs: int, form: tuple[torch.dtype, bool], has_bias: bool, padding: int, seed: int
+    rows: int,
+    inputs: int,
+    outputs: int,
+    form: tuple[torch.dtype, bool],
+    has_bias: bool,
+    has_added: bool,
+    padding: int,
+    seed: int,
 ) -> None:
     dtype, in_matrix_unit = form
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     hidden = torch.randn(rows, inputs + padding, generator=generator).to(dtype)[:, :inputs]
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    out = PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)(hidden)
-    expected = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    # Rows that do not lie one behind the other.
+    added = torch.randn(rows, outputs + padding, generator=generator).to(dtype)[:, :outputs] if has_added else None
+    out = PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)(hidden, added)
+    more = [summand.double() for summand in (bias, added) if summand is not None]
+    expected = sum(more, hidden.double() @ weight.double().T)
     # Relative to the sum of the terms' sizes, which is what rounding is relative to.
-    size = hidden.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+    size = sum((summand.abs() for summand in more), hidden.double().abs() @ weight.double().abs().T)
     assert out.dtype is dtype
     # Below the smallest normal number, rounding is relative to that.
     limit = TOLERANCE[dtype] * size.clamp_min(torch.finfo(dtype).smallest_normal)
@@ -71,7 +83,10 @@ def test_a_transposed_weight_is_packed_as_it_reads() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 100])
-def test_onednn_gives_the_same(rows: int) -> None:
+def test_pytorchs_products_are_the_same(rows: int) -> None:
     weight, bias, hidden = torch.randn(48, 64), torch.randn(48), torch.randn(rows, 64)
+    added = torch.randn(rows, 48)
     expected = torch.nn.functional.linear(hidden, weight, bias)
-    torch.testing.assert_close(MkldnnMatrix(weight, bias)(hidden), expected, rtol=1e-5, atol=1e-5)
+    for matrix in (MkldnnMatrix(weight, bias), PlainMatrix(weight, bias)):
+        torch.testing.assert_close(matrix(hidden), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(matrix(hidden, added), expected + added, rtol=1e-5, atol=1e-5)
