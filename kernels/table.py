@@ -24,6 +24,7 @@ from kernels.attention.latent import Expansion, LatentPlan, Selection
 from kernels.attention.segments import AttentionBackend, AttentionPlan, Segment
 from kernels.delta_rule import DeltaRows
 from kernels.experts import routed_experts as plain_routed_experts
+from kernels.gated_product import GatedProduct
 from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.kernel import TYPES
 from kernels.native.library import NoCompiledKernels, has_matrix_unit, library
@@ -223,6 +224,15 @@ def matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
 
         return PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)
     return PlainMatrix(weight, bias)
+
+
+def gated_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    """The same for ``weight`` ``[2 * width, inputs]``, gates first: ``silu(gate) * other``, ``[rows, width]``."""
+    if weight.dtype is torch.bfloat16 and has_compiled_kernels(weight.device, weight.dtype) and has_matrix_unit():
+        from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
+
+        return PackedMatrix(weight, bias, in_matrix_unit=True, gated=True)
+    return GatedProduct(matrix(weight, bias), pointwise(weight.device, weight.dtype).silu_and_multiply)
 
 
 def has_only_compiled_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr long QUERY_TILE = 64;
+constexpr long QUERY_TILE = 128;
 constexpr long KEY_TILE = 128;
 // Of a matrix unit, whose products are short beside what is done once for every row of scores.
 constexpr long UNIT_KEY_TILE = 256;
@@ -339,30 +339,25 @@ void multiply_many(
             rows, row_stride, panels + panel * panel_stride, depth, out + panel * BLOCK, out_stride, is_begun, {});
 }
 
-// exp(x) for x <= 0 to four digits, more than bfloat16 keeps; 0 below -87. 2^n times a polynomial for 2^r, |r| <= 1/2, of
-// degree 3, fitted to the least relative error.
-inline Floats rough_exp_of_negative(Floats x) {
-    const Floats power = x * 1.44269504088896341f;
-    const __mmask16 is_some = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-    const __m512 whole =
-        _mm512_roundscale_ps(reinterpret_cast<__m512>(power), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Floats r = power - reinterpret_cast<Floats>(whole);
-    Floats p = splat(0.05517166f);
-    p = p * r + 0.24261112f;
-    p = p * r + 0.69326099f;
-    p = p * r + 0.99992807f;
-    return reinterpret_cast<Floats>(_mm512_maskz_scalef_ps(is_some, reinterpret_cast<__m512>(p), whole));
-}
 #endif
 
-// exp(x) for x <= 0, as exact as a number of the type.
-template <typename Number>
-Floats share_of(Floats x) {
+// What scores are the exponents of, and how far from exact: e as exactly as a float is, or for a unit, which multiplies
+// bfloat16, 2 to four digits.
+template <bool IN_UNIT>
+struct Exponent {
+    static constexpr float SCALE = 1.0f;
+    static Floats power(Floats x) { return exp_of_negative(x); }
+    static float power(float x) { return std::exp(x); }
+};
+
 #if defined(HAS_MATRIX_UNIT)
-    if constexpr (std::is_same_v<Number, BFloat16>) return rough_exp_of_negative(x);
+template <>
+struct Exponent<true> {
+    static constexpr float SCALE = 1.44269504088896341f;
+    static Floats power(Floats x) { return rough_power_of_two(x); }
+    static float power(float x) { return std::exp2(x); }
+};
 #endif
-    return exp_of_negative(x);
-}
 
 // How the products of a task are made: with keys and values where they lie, with copies of them, or in a matrix unit.
 enum class Way { IN_PLACE, COPIED, IN_UNIT };
@@ -374,6 +369,8 @@ void attend_rows(
     const T* cache, T* out) {
     using Number = std::conditional_t<WAY == Way::IN_UNIT, T, float>;
     static thread_local Workspace<Number> space;
+    using Base = Exponent<WAY == Way::IN_UNIT>;
+    const float scale = problem.scale * Base::SCALE;
     const Pages& pages = problem.pages;
     const long width = pages.head_dim, wide = (pages.parts - 1) * width, group = problem.heads / pages.kv_heads;
     const long rows = count * group, panels = (wide + TILE_COLUMNS - 1) / TILE_COLUMNS;
@@ -441,7 +438,7 @@ void attend_rows(
                 for (long t = 0; t < padded; t += TILE_COLUMNS)
                     for (int v = 0; v < TILE_VECTORS; ++v) high[v] = larger(load(score + t + v * LANES), high[v]);
                 // The scale is positive: the highest stays the highest.
-                highest_scores[r] = std::max(largest(larger(high[0], high[1])) * problem.scale, maxima[block + r]);
+                highest_scores[r] = std::max(largest(larger(high[0], high[1])) * scale, maxima[block + r]);
             }
             for (long r = 0; r < block_rows; ++r) {
                 const float* score = scores + r * key_tile;
@@ -451,20 +448,23 @@ void attend_rows(
                     for (long t = 0; t < padded; t += LANES) store(weight + t, splat(0.0f));
                     continue;
                 }
-                Floats total = {};
-                for (long t = 0; t < padded; t += LANES) {
-                    const Floats share = share_of<Number>(load(score + t) * problem.scale - highest_score);
-                    store(weight + t, share);
-                    total += share;
+                Floats total[TILE_VECTORS] = {};
+                for (long t = 0; t < padded; t += TILE_COLUMNS) {
+                    Floats shares[TILE_VECTORS];
+                    for (int v = 0; v < TILE_VECTORS; ++v) {
+                        shares[v] = Base::power(load(score + t + v * LANES) * scale - highest_score);
+                        total[v] += shares[v];
+                    }
+                    store_pair(weight + t, shares[0], shares[1]);
                 }
                 float& highest_before = maxima[block + r];
                 if (highest_before != highest_score) {
-                    const float decay = std::exp(highest_before - highest_score);
+                    const float decay = Base::power(highest_before - highest_score);
                     totals[block + r] *= decay;
                     for (long d = 0; d < sum_stride; ++d) block_sums[r * sum_stride + d] *= decay;
                     highest_before = highest_score;
                 }
-                totals[block + r] += sum(total);
+                totals[block + r] += sum(total[0] + total[1]);
             }
             if constexpr (WAY == Way::IN_PLACE) {
                 add_few(problem, segment, cache, head, weights, block_rows, tile, tokens, block_sums);
@@ -478,7 +478,10 @@ void attend_rows(
     for (long r = 0; r < rows; ++r) {
         T* to = out + ((segment.first_row + first + r / group) * problem.heads + head * group + r % group) * wide;
         const float share = 1.0f / totals[r];
-        for (long d = 0; d < wide; ++d) narrow(to + d, sums[r * sum_stride + d] * share);
+        const float* from = sums + r * sum_stride;
+        long d = 0;
+        for (; d + LANES <= wide; d += LANES) store(to + d, load(from + d) * share);
+        for (; d < wide; ++d) narrow(to + d, from[d] * share);
     }
 }
 

@@ -18,13 +18,18 @@ class PackedMatrix:
     """``hidden @ weight.T + bias`` for a ``weight`` ``[outputs, inputs]`` of float32, bfloat16 or float16.
 
     The weight's memory is not needed afterwards. ``bias`` is ``[outputs]`` or None. ``in_matrix_unit`` takes bfloat16
-    only, and ``has_matrix_unit()`` must be true.
+    only, and ``has_matrix_unit()`` must be true. There it may be ``gated``: half of the outputs are gates, the others
+    what they are for, and the result is ``silu(gate) * other``, half as wide.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, in_matrix_unit: bool = False) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, in_matrix_unit: bool = False, gated: bool = False
+    ) -> None:
         assert not in_matrix_unit or has_matrix_unit(), "this process may not use a matrix unit"
-        form = "_unit" if in_matrix_unit else ""
+        assert in_matrix_unit or not gated, "only products of a matrix unit are gated"
+        form = ("_gated" if gated else "") + ("_unit" if in_matrix_unit else "")
         self._outputs, self._inputs = weight.shape
+        self._width = self._outputs // 2 if gated else self._outputs
         self._bias = None if bias is None else bias.float()
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
         pack = kernel(f"pack{form}", weight.dtype, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
@@ -38,7 +43,7 @@ class PackedMatrix:
     def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None, /) -> torch.Tensor:
         """``[rows, inputs]`` to ``[rows, outputs]``, both of the weight's dtype; sums in float32.
 
-        ``added`` is one summand more, as wide as the result.
+        ``added`` is one summand more, as wide as the result, if it is not gated.
         """
         if added is not None and not added.is_contiguous():
             added = added.contiguous()
@@ -46,7 +51,7 @@ class PackedMatrix:
             hidden = hidden.contiguous()
         assert hidden.dtype is self._packed.dtype, f"{hidden.dtype} rows for weights of {self._packed.dtype}"
         assert hidden.shape[1] == self._inputs, f"rows of {hidden.shape[1]} for weights of {self._inputs} inputs"
-        out = hidden.new_empty(hidden.shape[0], self._outputs)
+        out = hidden.new_empty(hidden.shape[0], self._width)
         assert added is None or (added.shape == out.shape and added.dtype is out.dtype), "what is added is not alike"
         self._multiply(
             hidden.data_ptr(),

@@ -12,7 +12,7 @@
 #include "vector.h"
 
 #if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && \
-    defined(__AVX512BF16__)
+    defined(__AVX512DQ__) && defined(__AVX512BF16__)
 #define HAS_MATRIX_UNIT 1
 
 #include <immintrin.h>
@@ -24,6 +24,24 @@ constexpr long UNIT_DEPTH = 32;
 constexpr long BLOCK = 2 * UNIT_ROWS;
 constexpr long UNIT_TILE = UNIT_ROWS * UNIT_DEPTH;
 static_assert(BLOCK == TILE_COLUMNS);
+
+// 2^x to four digits, more than bfloat16 keeps. A polynomial of degree 3 for 2^r, 0 <= r < 1, of the least
+// relative error (Remez 1934), times 2^floor(x).
+static inline Floats rough_power_of_two(Floats x) {
+    const __m512 power = reinterpret_cast<__m512>(x);
+    const Floats r = reinterpret_cast<Floats>(_mm512_reduce_ps(power, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+    Floats p = splat(0.07802452f);
+    p = p * r + 0.22606716f;
+    p = p * r + 0.69583356f;
+    p = p * r + 0.9999252f;
+    return reinterpret_cast<Floats>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), power));
+}
+
+// x / (1 + e^-x), as exact as bfloat16. Too large a power is infinite, and what is divided by it zero.
+static inline Floats rough_silu(Floats x) {
+    const Floats divisor = 1.0f + rough_power_of_two(x * -1.44269504088896341f);
+    return x * reinterpret_cast<Floats>(_mm512_rcp14_ps(reinterpret_cast<__m512>(divisor)));
+}
 
 static inline long rounded_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "call.h"
+#include "matrix_unit.h"
 #include "vector.h"
 
 namespace {
@@ -63,8 +65,12 @@ void apply_rotary(
     }
 }
 
-// e^-|x| never overflows: silu(x) = x / (1 + e^-x), and x e^x / (1 + e^x) for x < 0.
+// As exact as a number of the type. e^-|x| never overflows: silu(x) = x / (1 + e^-x), and x e^x / (1 + e^x) for x < 0.
+template <typename T>
 Floats silu(Floats x) {
+#if defined(HAS_MATRIX_UNIT)
+    if constexpr (std::is_same_v<T, BFloat16>) return rough_silu(x);
+#endif
     const Ints is_positive = x > 0.0f;
     const Floats e = exp_of_negative(is_positive ? -x : x);
     return x * (is_positive ? splat(1.0f) : e) / (1.0f + e);
@@ -77,7 +83,7 @@ void silu_and_multiply(const T* gate_up, long row_stride, long rows, long width,
         const T *gate = gate_up + row * row_stride, *up = gate + width;
         T* to = out + row * width;
         long d = 0;
-        for (; d + LANES <= width; d += LANES) store(to + d, silu(load(gate + d)) * load(up + d));
+        for (; d + LANES <= width; d += LANES) store(to + d, silu<T>(load(gate + d)) * load(up + d));
         for (; d < width; ++d) {
             const float x = widen(gate[d]);
             narrow(to + d, x / (1.0f + std::exp(-x)) * widen(up[d]));

@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "call.h"
 #include "matrix_unit.h"
@@ -49,38 +50,69 @@ private:
     const BFloat16* copied_;
 };
 
-// Some rows of a block's sums, with the bias and what is to be added, as bfloat16. Only `columns` of its BLOCK exist.
+// What the columns of a weight's panels are: its outputs in their order, BLOCK in a panel; or, of a weight whose outputs are
+// gates and as many factors for them behind, UNIT_ROWS gates and then their factors, which are one result together.
+template <bool GATED>
+struct Columns {
+    static constexpr long RESULTS = GATED ? UNIT_ROWS : BLOCK;
+
+    explicit Columns(long outputs) : results(GATED ? outputs / 2 : outputs) {}
+
+    long panels() const { return (results + RESULTS - 1) / RESULTS; }
+
+    // The output that a panel's column is, or -1.
+    long output(long panel, long column) const {
+        const long result = panel * RESULTS + column % RESULTS;
+        return result < results ? result + column / RESULTS * results : -1;
+    }
+
+    const long results;
+};
+
+// Some rows of a block's sums as bfloat16, with the bias and what is to be added; `columns` results of it exist.
+template <bool GATED>
 void store_block(
-    const float* sums, long rows, long columns, const float* bias, const BFloat16* added, BFloat16* out, long out_stride) {
+    const float* sums, long rows, long columns, const float* bias, const float* factor_bias, const BFloat16* added,
+    BFloat16* out, long out_stride) {
     for (long row = 0; row < rows; ++row) {
         const float* from = sums + row * BLOCK;
         BFloat16* to = out + row * out_stride;
         const BFloat16* more = added + row * out_stride;
-        if (columns == BLOCK) {
-            Floats left = load(from), right = load(from + LANES);
+        Floats left = load(from), right = load(from + LANES);
+        if (columns == Columns<GATED>::RESULTS) {
             if (bias != nullptr) {
                 left += load(bias);
-                right += load(bias + LANES);
+                right += load(factor_bias);
             }
-            if (added != nullptr) {
-                left += load(more);
-                right += load(more + LANES);
+            if constexpr (GATED) {
+                store(to, rough_silu(left) * right);
+            } else {
+                if (added != nullptr) {
+                    left += load(more);
+                    right += load(more + LANES);
+                }
+                store_pair(to, left, right);
             }
-            const __m512bh narrow = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(right), reinterpret_cast<__m512>(left));
-            memcpy(to, &narrow, sizeof narrow);
         } else {
             for (long n = 0; n < columns; ++n) {
-                const float whole = from[n] + (bias == nullptr ? 0.0f : bias[n]);
-                narrow(to + n, added == nullptr ? whole : whole + widen(more[n]));
+                float whole = from[n] + (bias == nullptr ? 0.0f : bias[n]);
+                if constexpr (GATED) {
+                    const float factor = from[UNIT_ROWS + n] + (bias == nullptr ? 0.0f : factor_bias[n]);
+                    whole *= factor / (1.0f + std::exp(-whole));
+                } else if (added != nullptr) {
+                    whole += widen(more[n]);
+                }
+                narrow(to + n, whole);
             }
         }
     }
 }
 
 // Panels [first, last) of the product, all rows.
+template <bool GATED>
 void multiply_panels(
-    const BlockRows& rows, long count, const BFloat16* packed, long outputs, long first, long last, const float* bias,
-    const BFloat16* added, BFloat16* out) {
+    const BlockRows& rows, long count, const BFloat16* packed, const Columns<GATED>& columns, long first, long last,
+    const float* bias, const BFloat16* added, BFloat16* out) {
     const UnitTiles tiles;
     const long depth = rows.depth(), line = BLOCK * sizeof(BFloat16);
     alignas(64) float sums[BLOCK * BLOCK];
@@ -91,10 +123,10 @@ void multiply_panels(
             const long blocks = (row_end - row_begin + BLOCK - 1) / BLOCK * panels;
             for (long block = 0; block < blocks; ++block) {
                 const long row = row_begin + block / panels * BLOCK, height = std::min(BLOCK, row_end - row);
-                const long panel = group + block % panels, column = panel * BLOCK;
+                const long panel = group + block % panels, column = panel * columns.RESULTS;
                 const BFloat16* weights = packed + panel * depth * BLOCK;
                 // What is written at the end is fetched meanwhile, and so is this block's share of the next panels.
-                for (long r = row; r < row + height; ++r) __builtin_prefetch(out + r * outputs + column, 1);
+                for (long r = row; r < row + height; ++r) __builtin_prefetch(out + r * columns.results + column, 1);
                 const Ahead ahead =
                     blocks == panels
                         ? Ahead{reinterpret_cast<const char*>(weights) + AHEAD, line}
@@ -104,57 +136,68 @@ void multiply_panels(
                               line * panels / blocks};
                 const auto multiply = height > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
                 multiply(rows.from(row), rows.stride(row), weights, depth, sums, BLOCK, false, ahead);
-                const long place = row * outputs + column;
-                store_block(
-                    sums, height, std::min(BLOCK, outputs - column), bias == nullptr ? nullptr : bias + column,
-                    added == nullptr ? nullptr : added + place, out + place, outputs);
+                const long place = row * columns.results + column;
+                const float* own_bias = bias == nullptr ? nullptr : bias + column;
+                store_block<GATED>(
+                    sums, height, std::min(columns.RESULTS, columns.results - column), own_bias,
+                    bias == nullptr ? nullptr : own_bias + (GATED ? columns.results : LANES),
+                    added == nullptr ? nullptr : added + place, out + place, columns.results);
             }
         }
     }
 }
 
+template <bool GATED>
 void pack(const BFloat16* weight, long weight_stride, long outputs, long inputs, BFloat16* packed) {
+    const Columns<GATED> columns(outputs);
     const long depth = rounded_up(inputs, UNIT_DEPTH);
 #pragma omp parallel for
-    for (long panel = 0; panel < rounded_up(outputs, BLOCK) / BLOCK; ++panel) {
+    for (long panel = 0; panel < columns.panels(); ++panel) {
         BFloat16* to = packed + panel * BLOCK * depth;
         for (long n = 0; n < BLOCK; ++n) {
-            const long output = panel * BLOCK + n;
+            const long output = columns.output(panel, n);
             for (long k = 0; k < depth; ++k) {
-                const bool exists = output < outputs && k < inputs;
                 const long tile = k / UNIT_DEPTH * 2 + n / UNIT_ROWS;
                 to[tile * UNIT_TILE + k % UNIT_DEPTH / 2 * UNIT_DEPTH + n % UNIT_ROWS * 2 + k % 2] =
-                    exists ? weight[output * weight_stride + k] : BFloat16{};
+                    output >= 0 && k < inputs ? weight[output * weight_stride + k] : BFloat16{};
             }
         }
     }
 }
 
-// rows x weight, with a bias for every output and `added`, which is as wide as the result, or without either.
+// rows x weight, with a bias for every output and `added`, which is as wide as the result, or without either; or gated, with
+// nothing to be added.
+template <bool GATED>
 void linear(
     const BFloat16* rows, long row_stride, long count, const BFloat16* packed, long inputs, long outputs, const float* bias,
     const BFloat16* added, BFloat16* out) {
     const BlockRows blocks(rows, row_stride, count, inputs);
-    const long panels = rounded_up(outputs, BLOCK) / BLOCK;
+    const Columns<GATED> columns(outputs);
+    const long panels = columns.panels();
     const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), panels));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const long part = omp_get_thread_num(), parts = omp_get_num_threads();
         multiply_panels(
-            blocks, count, packed, outputs, panels * part / parts, panels * (part + 1) / parts, bias, added,
-            out);
+            blocks, count, packed, columns, panels * part / parts, panels * (part + 1) / parts, bias, added, out);
     }
+}
+
+template <bool GATED>
+long packed_size(long outputs, long inputs) {
+    return Columns<GATED>(outputs).panels() * BLOCK * rounded_up(inputs, UNIT_DEPTH);
 }
 
 }  // namespace
 
 // Elements of a packed weight.
-extern "C" long packed_unit_size(long outputs, long inputs) {
-    return rounded_up(outputs, BLOCK) * rounded_up(inputs, UNIT_DEPTH);
-}
+extern "C" long packed_unit_size(long outputs, long inputs) { return packed_size<false>(outputs, inputs); }
+extern "C" long packed_gated_unit_size(long outputs, long inputs) { return packed_size<true>(outputs, inputs); }
 
-EXPORT(pack_unit_bfloat16, pack)
-EXPORT(linear_unit_bfloat16, linear)
+EXPORT(pack_unit_bfloat16, pack<false>)
+EXPORT(pack_gated_unit_bfloat16, pack<true>)
+EXPORT(linear_unit_bfloat16, linear<false>)
+EXPORT(linear_gated_unit_bfloat16, linear<true>)
 #endif
 
 extern "C" int may_use_matrix_unit() {

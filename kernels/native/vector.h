@@ -69,6 +69,19 @@ static inline void store(BFloat16* to, Floats values) {
 }
 #endif
 
+// Two vectors side by side.
+template <typename T>
+static inline void store_pair(T* to, Floats left, Floats right) {
+    store(to, left);
+    store(to + LANES, right);
+}
+#if defined(__AVX512BF16__)
+static inline void store_pair(BFloat16* to, Floats left, Floats right) {
+    const __m512bh narrow = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(right), reinterpret_cast<__m512>(left));
+    memcpy(to, &narrow, sizeof narrow);
+}
+#endif
+
 static inline float widen(float value) { return value; }
 static inline float widen(BFloat16 value) {
     const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;

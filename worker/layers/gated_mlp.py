@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from kernels import table
 from worker.layers.linear import Linear, SummedLinear
 from worker.layers.weights import Slot, WeightFormat
 from worker.ranks.rank_group import split
@@ -40,8 +41,11 @@ class GatedMLP:
         field: str = "intermediate_size",
     ) -> None:
         width = split(weight_format.ranks, intermediate_size, field)
-        self._activate = activate or weight_format.pointwise.silu_and_multiply
-        self.gate_up = Linear({"gate_proj": width, "up_proj": width}, hidden_size, weight_format, bias=bias)
+        self._activate = activate
+        # A product that ends with SiLU is one kernel where there is one.
+        arrange = table.gated_matrix if activate is None else table.matrix
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up = Linear(parts, hidden_size, weight_format, bias=bias, arrange=arrange)
         self.down = SummedLinear("down_proj", hidden_size, width, weight_format, bias=bias)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
@@ -51,8 +55,13 @@ class GatedMLP:
 
     def partial(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's summand of the output."""
-        return self.down.partial(self._activate(self.gate_up(hidden)))
+        return self.down.partial(self._inner(hidden))
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``[rows, hidden]`` in and out, with ``residual`` added to what comes out."""
-        return self.down(self._activate(self.gate_up(hidden)), residual)
+        return self.down(self._inner(hidden), residual)
+
+    def _inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, hidden]`` to ``[rows, intermediate]``."""
+        product = self.gate_up(hidden)
+        return product if self._activate is None else self._activate(product)

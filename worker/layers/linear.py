@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from worker.layers.matrix import Matrix
+from kernels import table
+from worker.layers.matrix import Arrange, Matrix
 from worker.layers.weights import Slot, TensorPart, WeightFormat
 from worker.ranks.span import Span
 
@@ -17,17 +18,24 @@ class Linear:
     """``y = x W^T + b`` with ``weight`` ``[out, in]``; ``parts`` names consecutive row ranges by checkpoint module.
 
     ``Linear({"q_proj": 576, "k_proj": 192, "v_proj": 192}, …)`` computes all three at once. Of a part that is a span
-    this rank has only those rows; of the others every rank has all. ``widths`` are the rows that it has.
+    this rank has only those rows; of the others every rank has all. ``widths`` are the rows that it has. ``arrange`` is
+    ``Matrix``'s.
     """
 
     def __init__(
-        self, parts: Mapping[str, int | Span], in_features: int, weight_format: WeightFormat, *, bias: bool = False
+        self,
+        parts: Mapping[str, int | Span],
+        in_features: int,
+        weight_format: WeightFormat,
+        *,
+        bias: bool = False,
+        arrange: Arrange = table.matrix,
     ) -> None:
         self._parts = {name: Span(0, part, part) if isinstance(part, int) else part for name, part in parts.items()}
         self.widths = {name: len(part) for name, part in self._parts.items()}
         out_features = sum(self.widths.values())
         self.bias = weight_format.empty(out_features) if bias else None
-        self._matrix = Matrix(weight_format.empty(out_features, in_features), self.bias)
+        self._matrix = Matrix(weight_format.empty(out_features, in_features), self.bias, arrange)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from kernels.mkldnn_matrix import MkldnnMatrix
 from kernels.native.library import has_matrix_unit
 from kernels.native.linear import PackedMatrix
 from kernels.plain_matrix import PlainMatrix
+from kernels.table import gated_matrix
 
 # What multiplies weights of a type here: vector registers, and a matrix unit where the processor has one.
 FORMS = [(dtype, False) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
@@ -53,6 +54,39 @@ def test_equals_the_product(
     # Below the smallest normal number, rounding is relative to that.
     limit = TOLERANCE[dtype] * size.clamp_min(torch.finfo(dtype).smallest_normal)
     assert ((out.double() - expected).abs() <= limit).all()
+
+
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([256, 300])),
+    inputs=st.integers(1, 70),
+    width=st.one_of(st.integers(1, 40), st.just(333)),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_gated_product_is_that_of_both_halves(
+    rows: int, inputs: int, width: int, dtype: torch.dtype, has_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(2 * width, inputs, generator=generator) * inputs**-0.5).to(dtype)
+    hidden = (8 * torch.randn(rows, inputs, generator=generator)).to(dtype)
+    bias = torch.randn(2 * width, generator=generator).to(dtype) if has_bias else None
+    out = gated_matrix(weight, bias)(hidden)
+    gate, factor = (hidden.double() @ weight.double().T + (0 if bias is None else bias.double())).chunk(2, dim=-1)
+    # What is rounded before it is multiplied is wrong by a share of both factors.
+    scale = (gate.abs() + 1) * (factor.abs() + 1)
+    assert out.dtype is dtype
+    assert out.shape == (rows, width)
+    assert ((out.double() - torch.nn.functional.silu(gate) * factor).abs() <= 4 * TOLERANCE[dtype] * scale).all()
+
+
+def test_gates_of_any_size() -> None:
+    """A gate that is huge or not a number is treated as by the exact function."""
+    gates = torch.tensor([-torch.inf, -3e38, -200.0, -88.0, -1.0, 0.0, 1.0, 88.0, 3e38, torch.inf, torch.nan])
+    weight = torch.cat((gates, torch.ones(11)))[:, None].bfloat16()
+    out = gated_matrix(weight, None)(torch.ones(1, 1).bfloat16())[0]
+    expected = torch.nn.functional.silu(weight[:11, 0].double())
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-37, equal_nan=True)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
