@@ -1,7 +1,7 @@
 // Products of bfloat16 with weights that are packed once for the processor's matrix unit; see matrix_unit.h.
 //
-// Threads share the panels. Up to 32 rows read every weight once, at the speed of memory; of more, a block's rows stay in
-// the second-level cache while panels pass by.
+// Up to 32 rows read every weight once, at the speed of memory, and threads share the panels. Of more, parts of rows stay
+// in the second-level cache while panels pass by, and whichever thread is free takes the next few of both.
 #include <omp.h>
 
 #include <algorithm>
@@ -108,41 +108,38 @@ void store_block(
     }
 }
 
-// Panels [first, last) of the product, all rows.
+// Rows [row_begin, row_end) of panels [first, last) of the product.
 template <bool GATED>
 void multiply_panels(
-    const BlockRows& rows, long count, const BFloat16* packed, const Columns<GATED>& columns, long first, long last,
-    const float* bias, const BFloat16* added, BFloat16* out) {
+    const BlockRows& rows, long row_begin, long row_end, const BFloat16* packed, const Columns<GATED>& columns, long first,
+    long last, const float* bias, const BFloat16* added, BFloat16* out) {
     const UnitTiles tiles;
     const long depth = rows.depth(), line = BLOCK * sizeof(BFloat16);
     alignas(64) float sums[BLOCK * BLOCK];
-    for (long row_begin = 0; row_begin < count; row_begin += ROWS_AT_ONCE) {
-        const long row_end = std::min(count, row_begin + ROWS_AT_ONCE);
-        for (long group = first; group < last; group += PANELS_AT_ONCE) {
-            const long panels = std::min(PANELS_AT_ONCE, last - group), after = group + panels;
-            const long blocks = (row_end - row_begin + BLOCK - 1) / BLOCK * panels;
-            for (long block = 0; block < blocks; ++block) {
-                const long row = row_begin + block / panels * BLOCK, height = std::min(BLOCK, row_end - row);
-                const long panel = group + block % panels, column = panel * columns.RESULTS;
-                const BFloat16* weights = packed + panel * depth * BLOCK;
-                // What is written at the end is fetched meanwhile, and so is this block's share of the next panels.
-                for (long r = row; r < row + height; ++r) __builtin_prefetch(out + r * columns.results + column, 1);
-                const Ahead ahead =
-                    blocks == panels
-                        ? Ahead{reinterpret_cast<const char*>(weights) + AHEAD, line}
-                        : Ahead{
-                              reinterpret_cast<const char*>(packed + after * depth * BLOCK) +
-                                  block * panels * depth * line / blocks,
-                              line * panels / blocks};
-                const auto multiply = height > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
-                multiply(rows.from(row), rows.stride(row), weights, depth, sums, BLOCK, false, ahead);
-                const long place = row * columns.results + column;
-                const float* own_bias = bias == nullptr ? nullptr : bias + column;
-                store_block<GATED>(
-                    sums, height, std::min(columns.RESULTS, columns.results - column), own_bias,
-                    bias == nullptr ? nullptr : own_bias + (GATED ? columns.results : LANES),
-                    added == nullptr ? nullptr : added + place, out + place, columns.results);
-            }
+    for (long group = first; group < last; group += PANELS_AT_ONCE) {
+        const long panels = std::min(PANELS_AT_ONCE, last - group), after = group + panels;
+        const long blocks = (row_end - row_begin + BLOCK - 1) / BLOCK * panels;
+        for (long block = 0; block < blocks; ++block) {
+            const long row = row_begin + block / panels * BLOCK, height = std::min(BLOCK, row_end - row);
+            const long panel = group + block % panels, column = panel * columns.RESULTS;
+            const BFloat16* weights = packed + panel * depth * BLOCK;
+            // What is written at the end is fetched meanwhile, and so is this block's share of the next panels.
+            for (long r = row; r < row + height; ++r) __builtin_prefetch(out + r * columns.results + column, 1);
+            const Ahead ahead =
+                blocks == panels
+                    ? Ahead{reinterpret_cast<const char*>(weights) + AHEAD, line}
+                    : Ahead{
+                          reinterpret_cast<const char*>(packed + after * depth * BLOCK) +
+                              block * panels * depth * line / blocks,
+                          line * panels / blocks};
+            const auto multiply = height > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
+            multiply(rows.from(row), rows.stride(row), weights, depth, sums, BLOCK, false, ahead);
+            const long place = row * columns.results + column;
+            const float* own_bias = bias == nullptr ? nullptr : bias + column;
+            store_block<GATED>(
+                sums, height, std::min(columns.RESULTS, columns.results - column), own_bias,
+                bias == nullptr ? nullptr : own_bias + (GATED ? columns.results : LANES),
+                added == nullptr ? nullptr : added + place, out + place, columns.results);
         }
     }
 }
@@ -175,11 +172,14 @@ void linear(
     const Columns<GATED> columns(outputs);
     const long panels = columns.panels();
     const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), panels));
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        const long part = omp_get_thread_num(), parts = omp_get_num_threads();
+    const long row_parts = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const long panel_parts = count <= BLOCK ? threads : (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (long task = 0; task < row_parts * panel_parts; ++task) {
+        const long row = task / panel_parts * ROWS_AT_ONCE, part = task % panel_parts;
         multiply_panels(
-            blocks, count, packed, columns, panels * part / parts, panels * (part + 1) / parts, bias, added, out);
+            blocks, row, std::min(count, row + ROWS_AT_ONCE), packed, columns, panels * part / panel_parts,
+            panels * (part + 1) / panel_parts, bias, added, out);
     }
 }
 
