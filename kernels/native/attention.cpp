@@ -532,6 +532,7 @@ template <typename T>
 void write_slots(
     const Pages* pages, const T* values, long row_stride, long rows, const int64_t* blocks, const int64_t* offsets, T* cache) {
     const long lanes = pages->parts * pages->kv_heads, width = pages->head_dim;
+#pragma omp parallel for if (rows * lanes * width >= SHARED)
     for (long row = 0; row < rows; ++row) {
         T* to = cache + blocks[row] * pages->stride + offsets[row] * width;
         for (long lane = 0; lane < lanes; ++lane)

@@ -11,9 +11,6 @@
 
 namespace {
 
-// Elements from which on threads share the rows.
-constexpr long SHARED = 1 << 16;
-
 template <typename T>
 void rms_norm(
     const T* hidden, long row_stride, long head_stride, long rows, long heads, long width, const T* weight, float offset,

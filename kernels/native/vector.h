@@ -27,6 +27,9 @@ constexpr int TILE_ROWS = 6;
 constexpr int TILE_VECTORS = 2;
 constexpr int TILE_COLUMNS = TILE_VECTORS * LANES;
 
+// Elements from which on threads share the rows of what is done to each by itself.
+constexpr long SHARED = 1 << 16;
+
 typedef float Floats __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
