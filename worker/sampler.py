@@ -44,9 +44,10 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     for row, draw in enumerate(draws):
         _adjust(chosen[row], draw)
     _constrain(chosen, draws)
-    if chosen.isnan().any():
+    # Among numbers that are not, one is the highest: a pass over all to look for them would take longer than this.
+    highest, tokens = chosen.max(dim=-1)
+    if highest.isnan().any():
         raise FloatingPointError("the model's logits are not numbers; its weights may be damaged")
-    tokens = chosen.argmax(dim=-1)
     random = [row for row, draw in enumerate(draws) if not draw.sequence.sampling.greedy]
     if random:
         index = torch.tensor(random, device=logits.device)

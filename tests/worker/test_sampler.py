@@ -236,6 +236,17 @@ def test_choices_of_one_prompt_differ_and_are_drawn_from_one_row() -> None:
     assert sample(logits, draws) == tokens
 
 
+@given(row=st.integers(0, 3), where=st.integers(0, 999), highest=st.sampled_from([0.0, 1e30, float("inf")]))
+def test_logits_that_are_not_numbers_are_refused_wherever_they_are(row: int, where: int, highest: float) -> None:
+    logits = torch.randn(4, 1000)
+    logits[:, 7] = highest
+    draws = [draw(index, temperature=0.0) for index in range(4)]
+    assert sample(logits, draws) == logits.argmax(dim=-1).tolist()
+    logits[row, where] = float("nan")
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        sample(logits, draws)
+
+
 def test_a_step_without_draws() -> None:
     assert sample(torch.zeros(2, 5), []) == []
 
