@@ -56,7 +56,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
+class PagedPlan(KeepablePlan):
     """Everything that ``PagedAttention`` needs for one step of one kind of page."""
 
     shape: PageShape

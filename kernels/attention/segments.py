@@ -4,9 +4,10 @@ The model runner makes one tuple of segments per KV cache group and step; a back
 tensors once, and every layer of the group that stores the same uses that plan.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -32,17 +33,18 @@ class AttentionPlan(Protocol):
     """A backend's index tensors for one step. Opaque to everybody else."""
 
 
-@runtime_checkable
-class KeepablePlan(Protocol):
+class KeepablePlan(ABC):
     """The plan of a step with one row of each sequence, whose place in memory another such step can take."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def kept(self, rows: int, context: int, device: torch.device) -> "KeepablePlan":
         """A plan of this kind with room for ``rows`` sequences of up to ``context`` tokens, at addresses that stay."""
-        ...
 
+    @abstractmethod
     def load(self, plan: "KeepablePlan", real: int) -> None:
         """Become ``plan``, which was made on the CPU for as many rows; those from ``real`` on store nothing."""
-        ...
 
 
 class AttentionBackend(Protocol):

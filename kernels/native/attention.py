@@ -13,7 +13,7 @@ from kernels.pages import IntArray, PageShape, locate
 
 
 @dataclass(frozen=True, slots=True)
-class NativePlan:
+class NativePlan(KeepablePlan):
     """One step of one kind of page. ``pages`` and ``segments`` are the structures that the kernel declares, in int64.
 
     ``blocks`` are all segments' visible blocks, one segment's after another's; a row's own token is stored in
