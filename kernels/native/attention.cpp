@@ -332,7 +332,6 @@ void copy_values(
 void multiply_many(
     const BFloat16* rows, long row_stride, long count, const BFloat16* panels, long panel_stride, long panel_count,
     long depth, float* out, long out_stride, bool is_begun) {
-    const UnitTiles tiles;
     const auto multiply = count > UNIT_ROWS ? multiply_block<2> : multiply_block<1>;
     for (long panel = 0; panel < panel_count; ++panel)
         multiply(
@@ -359,6 +358,14 @@ struct Exponent<true> {
 };
 #endif
 
+// What a task holds while its products are made with numbers of some type.
+template <typename Number>
+struct Unit {};
+#if defined(HAS_MATRIX_UNIT)
+template <>
+struct Unit<BFloat16> : UnitTiles {};
+#endif
+
 // How the products of a task are made: with keys and values where they lie, with copies of them, or in a matrix unit.
 enum class Way { IN_PLACE, COPIED, IN_UNIT };
 
@@ -369,6 +376,7 @@ void attend_rows(
     const T* cache, T* out) {
     using Number = std::conditional_t<WAY == Way::IN_UNIT, T, float>;
     static thread_local Workspace<Number> space;
+    [[maybe_unused]] const Unit<Number> unit;
     using Base = Exponent<WAY == Way::IN_UNIT>;
     const float scale = problem.scale * Base::SCALE;
     const Pages& pages = problem.pages;
