@@ -43,16 +43,15 @@ class Arena:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor on the CPU, of any content, which begins at a cache line."""
-        size = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
+        count = math.prod(shape) * dtype.itemsize
+        size = -(-count // _LINE) * _LINE
         while self._slab < len(self._slabs) and self._used + size > len(self._slabs[self._slab]):
             self._slab, self._used = self._slab + 1, 0
         if self._slab == len(self._slabs):
-            self._slabs.append(torch.empty(max(size, self.SLAB) + _LINE, dtype=torch.uint8))
-            self._used = -self._slabs[-1].data_ptr() % _LINE
-        begin = self._used
-        self._used += size
-        raw = self._slabs[self._slab][begin : begin + math.prod(shape) * dtype.itemsize]
-        return raw.view(dtype).view(*shape)
+            # PyTorch's memory begins at a line.
+            self._slabs.append(torch.empty(max(size, self.SLAB), dtype=torch.uint8))
+        begin, self._used = self._used, self._used + size
+        return self._slabs[self._slab][begin : begin + count].view(dtype).view(*shape)
 
 
 class _Call(ctypes.Structure):

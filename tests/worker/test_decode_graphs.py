@@ -192,3 +192,17 @@ def test_recorded_steps_are_the_eager_ones(
     assert {size.rows for size in recorded.runner._graphs._graphs} == {3, 4}
     for mine, theirs in zip(recorded.runner.buffers.values(), eager.runner.buffers.values(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_sequence_grows_out_of_its_graph(tmp_path: Path) -> None:
+    checkpoint = write_tiny("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=2048)
+    harnesses = [ModelHarness(checkpoint, memory=8 << 20, decode_graphs=graphs) for graphs in (False, True)]
+    both = [harness.sequence([5 + index % 90 for index in range(1020)], 1040) for harness in harnesses]
+    for harness, sequence in zip(harnesses, both, strict=True):
+        harness.step([(sequence, 1020)])
+    for _ in range(10):
+        expected, found = (next_logits(*one) for one in zip(harnesses, ([sequence] for sequence in both), strict=True))
+        assert torch.equal(expected, found)
+    graphs = harnesses[1].runner._graphs
+    assert graphs is not None
+    assert [*graphs._graphs] == [GraphSize(1, 1024), GraphSize(1, 4096)]
