@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from kernels.attention.latent import Selection, are_best
-from kernels.attention.paged import Batch, PagedPlan, check_dtypes
+from kernels.attention.paged import check_dtypes
+from kernels.attention.paged_plan import Batch, PagedPlan
 from kernels.launch import INTERPRETED, LEAST_PRODUCT, Kernel, next_power_of_two
 from kernels.tuning import INDEX_TILES, Gpu, IndexTable, index_tile
 

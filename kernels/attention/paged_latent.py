@@ -12,8 +12,9 @@ import torch
 import triton.language as tl
 
 from kernels.attention.latent import Expansion, LatentPlan, Selection
-from kernels.attention.paged import LOG2_E, Batch, PagedAttention, PagedPlan, check_dtypes, join_splits
+from kernels.attention.paged import LOG2_E, PagedAttention, check_dtypes, join_splits
 from kernels.attention.paged_index import PagedIndexer
+from kernels.attention.paged_plan import Batch, PagedPlan
 from kernels.attention.segments import AttentionPlan, Segment
 from kernels.launch import INTERPRETED, LEAST_PRODUCT, Kernel, next_power_of_two
 from kernels.page_copies import write_slots

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.attention.paged import PagedAttention, PagedPlan
+from kernels.attention.paged import PagedAttention
+from kernels.attention.paged_plan import PagedPlan
 from kernels.table import has_only_compiled_kernels
 from kernels.tuning import A100
 from tests.kernels.test_triton import run
