@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.launch import SUPPORTED_DTYPES, Kernel, next_power_of_two
-from kernels.pointwise import take_rows, widen
+from kernels.pointwise import take_rows
 from kernels.tuning import ELEMENTS_PER_PROGRAM, warps_for
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "rms_norm_in_place",
     "silu_and_multiply",
     "take_rows",
-    "widen",
 ]
 
 

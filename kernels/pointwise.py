@@ -59,8 +59,3 @@ def gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``table[index]``, a new tensor: ``[count, …]`` for int64 ``[count]``, which must all be rows of the table."""
     return table.index_select(0, index)
-
-
-def widen(numbers: torch.Tensor) -> torch.Tensor:
-    """As float32: itself if it is."""
-    return numbers.float()

@@ -32,6 +32,7 @@ from kernels.pages import ALL_HEADS, IntArray, PageShape
 from kernels.plain_matrix import PlainMatrix
 from kernels.sampling import RowFilters
 from kernels.sampling import draw_tokens as plain_draw_tokens
+from kernels.wide_product import WideProduct
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Matrix(Protocol):
     """A matrix to multiply with, and a bias to add."""
 
     def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None, /) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``, of the weight's dtype; ``added`` is one summand more."""
+        """``[rows, inputs]`` to ``[rows, outputs]``, of the weight's dtype or wide; ``added`` is one summand more."""
         ...
 
 
@@ -185,10 +186,6 @@ class Pointwise(Protocol):
         """``table[index]``."""
         ...
 
-    def widen(self, numbers: torch.Tensor) -> torch.Tensor:
-        """As float32."""
-        ...
-
 
 def has_triton_kernels(device: torch.device) -> bool:
     """Whether Triton's kernels serve ``device``."""
@@ -215,24 +212,36 @@ def has_compiled_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 def matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     """``weight`` ``[outputs, inputs]`` and ``bias`` as what multiplies fastest where they are; may copy both."""
-    is_compiled = has_compiled_kernels(weight.device, weight.dtype)
-    in_matrix_unit = is_compiled and weight.dtype is torch.bfloat16 and has_matrix_unit()
-    if not in_matrix_unit and _is_multiplied_by_onednn(weight.device, weight.dtype):
-        return MkldnnMatrix(weight, bias)
-    if is_compiled:
+    if has_only_compiled_kernels(weight.device, weight.dtype):
         from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
 
-        return PackedMatrix(weight, bias, in_matrix_unit=in_matrix_unit)
+        return PackedMatrix(weight, bias, in_matrix_unit=_is_for_matrix_unit(weight))
+    if _is_multiplied_by_onednn(weight.device, weight.dtype):
+        return MkldnnMatrix(weight, bias)
     return PlainMatrix(weight, bias)
 
 
 def gated_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     """The same for ``weight`` ``[2 * width, inputs]``, gates first: ``silu(gate) * other``, ``[rows, width]``."""
-    if weight.dtype is torch.bfloat16 and has_compiled_kernels(weight.device, weight.dtype) and has_matrix_unit():
+    if _is_for_matrix_unit(weight):
         from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
 
         return PackedMatrix(weight, bias, in_matrix_unit=True, gated=True)
     return GatedProduct(matrix(weight, bias), pointwise(weight.device, weight.dtype).silu_and_multiply)
+
+
+def wide_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    """The same with a float32 result: the sums as they are from compiled kernels, from others rounded before."""
+    if has_only_compiled_kernels(weight.device, weight.dtype):
+        from kernels.native.linear import PackedMatrix  # noqa: PLC0415 - see the module
+
+        return PackedMatrix(weight, bias, in_matrix_unit=_is_for_matrix_unit(weight), wide=True)
+    return WideProduct(matrix(weight, bias))
+
+
+def _is_for_matrix_unit(weight: torch.Tensor) -> bool:
+    is_narrow = weight.dtype is torch.bfloat16
+    return is_narrow and has_compiled_kernels(weight.device, weight.dtype) and has_matrix_unit()
 
 
 def has_only_compiled_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -147,8 +147,8 @@ void multiply_panels(
 }
 
 // A row of sums, with what is to be added to them, as the result has it.
-template <typename T>
-void finish_row(const float* sums, const T* added, long width, T* to) {
+template <typename Out>
+void finish_row(const float* sums, const Out* added, long width, Out* to) {
     if (added == nullptr) {
         convert_row(sums, width, to);
         return;
@@ -159,21 +159,21 @@ void finish_row(const float* sums, const T* added, long width, T* to) {
 }
 
 // rows x weight, with a bias for every output and `added`, which is as wide as the result, or without either.
-template <typename T>
-void linear(
-    const T* rows, long row_stride, long count, const T* packed, long inputs, long outputs, const float* bias, const T* added,
-    T* out) {
+template <typename T, typename Out>
+void product(
+    const T* rows, long row_stride, long count, const T* packed, long inputs, long outputs, const float* bias,
+    const Out* added, Out* out) {
     static thread_local Scratch<float> held_rows, held_out;
-    constexpr bool is_wide = std::is_same_v<T, float>;
+    constexpr bool is_finished = std::is_same_v<Out, float>;
     const float* wide_rows = reinterpret_cast<const float*>(rows);
     float* wide_out = reinterpret_cast<float*>(out);
     long stride = row_stride;
-    if constexpr (!is_wide) {
+    if constexpr (!is_finished) wide_out = held_out.of(count * outputs);
+    if constexpr (!std::is_same_v<T, float>) {
         float* copy = held_rows.of(count * inputs);
         for (long row = 0; row < count; ++row) convert_row(rows + row * row_stride, inputs, copy + row * inputs);
         wide_rows = copy;
         stride = inputs;
-        wide_out = held_out.of(count * outputs);
     }
     const long panels = (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS;
     const int threads = static_cast<int>(std::min<long>(omp_get_max_threads(), panels));
@@ -183,7 +183,7 @@ void linear(
         multiply_panels(
             wide_rows, stride, count, packed, inputs, outputs, panels * part / parts, panels * (part + 1) / parts, bias,
             wide_out, outputs);
-        if (!is_wide || added != nullptr) {
+        if (!is_finished || added != nullptr) {
 #pragma omp barrier
 #pragma omp for
             for (long row = 0; row < count; ++row) {
@@ -193,6 +193,11 @@ void linear(
         }
     }
 }
+
+template <typename T>
+constexpr auto linear = product<T, T>;
+template <typename T>
+constexpr auto linear_wide = product<T, float>;
 
 template <typename W>
 void pack(const W* weight, long weight_stride, long outputs, long inputs, W* packed) {
@@ -217,3 +222,4 @@ extern "C" long packed_size(long outputs, long inputs) {
 
 EXPORT_FOR_TYPES(pack)
 EXPORT_FOR_TYPES(linear)
+EXPORT_FOR_TYPES(linear_wide)

@@ -19,31 +19,40 @@ class PackedMatrix:
 
     The weight's memory is not needed afterwards. ``bias`` is ``[outputs]`` or None. ``in_matrix_unit`` takes bfloat16
     only, and ``has_matrix_unit()`` must be true. There it may be ``gated``: half of the outputs are gates, the others
-    what they are for, and the result is ``silu(gate) * other``, half as wide.
+    what they are for, and the result is ``silu(gate) * other``, half as wide. A ``wide`` one's result is float32.
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, in_matrix_unit: bool = False, gated: bool = False
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        in_matrix_unit: bool = False,
+        gated: bool = False,
+        wide: bool = False,
     ) -> None:
         assert not in_matrix_unit or has_matrix_unit(), "this process may not use a matrix unit"
-        assert in_matrix_unit or not gated, "only products of a matrix unit are gated"
-        form = ("_gated" if gated else "") + ("_unit" if in_matrix_unit else "")
+        assert not gated or (in_matrix_unit and not wide), "only narrow products of a matrix unit are gated"
+        unit = "_unit" if in_matrix_unit else ""
+        form = f"_gated{unit}" if gated else unit
         self._outputs, self._inputs = weight.shape
         self._width = self._outputs // 2 if gated else self._outputs
         self._bias = None if bias is None else bias.float()
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
         pack = kernel(f"pack{form}", weight.dtype, POINTER, INTEGER, INTEGER, INTEGER, POINTER)
         rows_kinds, weight_kinds = (POINTER, INTEGER, INTEGER), (POINTER, INTEGER, INTEGER)
-        self._multiply = kernel(f"linear{form}", weight.dtype, *rows_kinds, *weight_kinds, POINTER, POINTER, POINTER)
+        self._dtype = torch.float32 if wide else weight.dtype
+        product = f"linear_wide{unit}" if wide else f"linear{form}"
+        self._multiply = kernel(product, weight.dtype, *rows_kinds, *weight_kinds, POINTER, POINTER, POINTER)
         size = library()[f"packed{form}_size"]
         size.argtypes, size.restype = (ctypes.c_long, ctypes.c_long), ctypes.c_long
         self._packed = empty_in_huge_pages(size(self._outputs, self._inputs), weight.dtype)
         pack(rows.data_ptr(), rows.stride(0), self._outputs, self._inputs, self._packed.data_ptr())
 
     def __call__(self, hidden: torch.Tensor, added: torch.Tensor | None = None, /) -> torch.Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``, both of the weight's dtype; sums in float32.
+        """``[rows, inputs]`` of the weight's dtype to ``[rows, outputs]``; sums in float32.
 
-        ``added`` is one summand more, as wide as the result, if it is not gated.
+        ``added`` is one summand more, shaped and typed as the result, if it is not gated.
         """
         if added is not None and not added.is_contiguous():
             added = added.contiguous()
@@ -51,7 +60,7 @@ class PackedMatrix:
             hidden = hidden.contiguous()
         assert hidden.dtype is self._packed.dtype, f"{hidden.dtype} rows for weights of {self._packed.dtype}"
         assert hidden.shape[1] == self._inputs, f"rows of {hidden.shape[1]} for weights of {self._inputs} inputs"
-        out = hidden.new_empty(hidden.shape[0], self._width)
+        out = hidden.new_empty(hidden.shape[0], self._width, dtype=self._dtype)
         assert added is None or (added.shape == out.shape and added.dtype is out.dtype), "what is added is not alike"
         self._multiply(
             hidden.data_ptr(),

@@ -95,18 +95,9 @@ void take_rows(const T* table, long width, const int64_t* index, long count, T* 
     for (long row = 0; row < count; ++row) memcpy(out + row * width, table + index[row] * width, width * sizeof(T));
 }
 
-template <typename T>
-void widen(const T* numbers, long count, float* out) {
-    const long chunks = (count + SHARED - 1) / SHARED;
-#pragma omp parallel for if (chunks > 1)
-    for (long chunk = 0; chunk < chunks; ++chunk)
-        convert_row(numbers + chunk * SHARED, std::min(SHARED, count - chunk * SHARED), out + chunk * SHARED);
-}
-
 }  // namespace
 
 EXPORT_FOR_TYPES(rms_norm)
 EXPORT_FOR_TYPES(apply_rotary)
 EXPORT_FOR_TYPES(silu_and_multiply)
 EXPORT_FOR_TYPES(take_rows)
-EXPORT_FOR_TYPES(widen)

@@ -18,14 +18,12 @@ __all__ = [
     "rms_norm_in_place",
     "silu_and_multiply",
     "take_rows",
-    "widen",
 ]
 
 _NORM = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, REAL, REAL, POINTER, INTEGER, INTEGER)
 _ROTARY = (POINTER, INTEGER, INTEGER, INTEGER, INTEGER, POINTER, POINTER, INTEGER)
 _GATE = (POINTER, INTEGER, INTEGER, INTEGER, POINTER)
 _TAKE = (POINTER, INTEGER, POINTER, INTEGER, POINTER)
-_WIDEN = (POINTER, INTEGER, POINTER)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float = 0.0) -> torch.Tensor:
@@ -109,13 +107,4 @@ def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     kernel("take_rows", table.dtype, *_TAKE)(
         table.data_ptr(), table.stride(0), index.data_ptr(), len(index), out.data_ptr()
     )
-    return out
-
-
-def widen(numbers: torch.Tensor) -> torch.Tensor:
-    """As float32."""
-    if numbers.dtype not in TYPES or not numbers.is_contiguous() or numbers.dtype is torch.float32:
-        return plain.widen(numbers)
-    out = torch.empty(numbers.shape, dtype=torch.float32)
-    kernel("widen", numbers.dtype, *_WIDEN)(numbers.data_ptr(), numbers.numel(), out.data_ptr())
     return out

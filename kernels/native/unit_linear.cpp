@@ -69,15 +69,15 @@ struct Columns {
     const long results;
 };
 
-// Some rows of a block's sums as bfloat16, with the bias and what is to be added; `columns` results of it exist.
-template <bool GATED>
+// Some rows of a block's sums as the result has them, with the bias and what is to be added; `columns` of them exist.
+template <bool GATED, typename Out>
 void store_block(
-    const float* sums, long rows, long columns, const float* bias, const float* factor_bias, const BFloat16* added,
-    BFloat16* out, long out_stride) {
+    const float* sums, long rows, long columns, const float* bias, const float* factor_bias, const Out* added, Out* out,
+    long out_stride) {
     for (long row = 0; row < rows; ++row) {
         const float* from = sums + row * BLOCK;
-        BFloat16* to = out + row * out_stride;
-        const BFloat16* more = added + row * out_stride;
+        Out* to = out + row * out_stride;
+        const Out* more = added + row * out_stride;
         Floats left = load(from), right = load(from + LANES);
         if (columns == Columns<GATED>::RESULTS) {
             if (bias != nullptr) {
@@ -109,10 +109,10 @@ void store_block(
 }
 
 // Rows [row_begin, row_end) of panels [first, last) of the product.
-template <bool GATED>
+template <bool GATED, typename Out>
 void multiply_panels(
     const BlockRows& rows, long row_begin, long row_end, const BFloat16* packed, const Columns<GATED>& columns, long first,
-    long last, const float* bias, const BFloat16* added, BFloat16* out) {
+    long last, const float* bias, const Out* added, Out* out) {
     const UnitTiles tiles;
     const long depth = rows.depth(), line = BLOCK * sizeof(BFloat16);
     alignas(64) float sums[BLOCK * BLOCK];
@@ -164,10 +164,10 @@ void pack(const BFloat16* weight, long weight_stride, long outputs, long inputs,
 
 // rows x weight, with a bias for every output and `added`, which is as wide as the result, or without either; or gated, with
 // nothing to be added.
-template <bool GATED>
-void linear(
+template <bool GATED, typename Out>
+void product(
     const BFloat16* rows, long row_stride, long count, const BFloat16* packed, long inputs, long outputs, const float* bias,
-    const BFloat16* added, BFloat16* out) {
+    const Out* added, Out* out) {
     const BlockRows blocks(rows, row_stride, count, inputs);
     const Columns<GATED> columns(outputs);
     const long panels = columns.panels();
@@ -184,6 +184,10 @@ void linear(
 }
 
 template <bool GATED>
+constexpr auto linear = product<GATED, BFloat16>;
+constexpr auto linear_wide = product<false, float>;
+
+template <bool GATED>
 long packed_size(long outputs, long inputs) {
     return Columns<GATED>(outputs).panels() * BLOCK * rounded_up(inputs, UNIT_DEPTH);
 }
@@ -198,6 +202,7 @@ EXPORT(pack_unit_bfloat16, pack<false>)
 EXPORT(pack_gated_unit_bfloat16, pack<true>)
 EXPORT(linear_unit_bfloat16, linear<false>)
 EXPORT(linear_gated_unit_bfloat16, linear<true>)
+EXPORT(linear_wide_unit_bfloat16, linear_wide)
 #endif
 
 extern "C" int may_use_matrix_unit() {

@@ -173,12 +173,3 @@ def test_rows_of_a_table(kernels: Pointwise, shape: tuple[int, ...], dtype: torc
     index = torch.randint(shape[0], (2 * shape[0],), generator=torch.Generator().manual_seed(1))
     assert torch.equal(kernels.take_rows(table, index), torch.stack([table[row] for row in index.tolist()]))
     assert kernels.take_rows(table, index[:0]).shape == (0, *shape[1:])
-
-
-@implementations
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_numbers_as_float32(kernels: Pointwise, dtype: torch.dtype) -> None:
-    for numbers in (random(3, 70_001, dtype=dtype), random(4, 9, dtype=dtype)[:, 2:], random(0, 3, dtype=dtype)):
-        wide = kernels.widen(numbers)
-        assert wide.dtype is torch.float32
-        assert wide.tolist() == numbers.tolist()

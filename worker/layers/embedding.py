@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from kernels import table
 from worker.layers.matrix import Matrix
 from worker.layers.weights import Slot, TensorPart, WeightFormat
 from worker.ranks.rank_group import split_rows
@@ -58,10 +59,10 @@ class LogitsHead:
         self._tied = tied
         self._soft_cap = soft_cap
         self._ranks = weight_format.ranks
-        self._widen = weight_format.pointwise.widen
         self._rows = embedding.rows
         hidden_size = embedding.weight.shape[1]
-        self._matrix = Matrix(embedding.weight if tied else vocabulary_weight(self._rows, hidden_size, weight_format))
+        weight = embedding.weight if tied else vocabulary_weight(self._rows, hidden_size, weight_format)
+        self._matrix = Matrix(weight, arrange=table.wide_matrix)
 
     def slots(self, name: str) -> Iterator[Slot]:
         """Where ``{name}.weight`` goes, unless it is tied."""
@@ -73,7 +74,7 @@ class LogitsHead:
         gathered = self._ranks.gather(self._matrix(hidden))
         if gathered is None:
             return None
-        logits = self._widen(gathered[:, : self._rows.whole])
+        logits = gathered[:, : self._rows.whole]
         return logits if self._soft_cap is None else logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
 
 

@@ -10,7 +10,7 @@ import torch
 from kernels import table
 
 Arrange = Callable[[torch.Tensor, torch.Tensor | None], table.Matrix]
-"""From a weight and a bias to what is multiplied with: ``table.matrix``, or ``table.gated_matrix``."""
+"""From a weight and a bias to what is multiplied with: ``table.matrix``, or one of its kin."""
 
 
 class Matrix:
