@@ -20,6 +20,10 @@ class Capture(Protocol):
         """How many rows a graph has that serves so many; None: it is better to compute them without."""
         ...
 
+    def context(self, longest: int) -> int:
+        """Up to how many tokens sequences may have in a graph that serves a step whose longest has so many."""
+        ...
+
     def __call__(self, run: Launch) -> Launch:
         """Raises ``RuntimeError`` if it cannot be captured."""
         ...
@@ -30,6 +34,9 @@ class CudaCapture:
 
     MOST_ROWS: Final = 256
     """Larger batches keep a GPU busy without graphs."""
+    SHORTEST_CONTEXT: Final = 1024
+    CONTEXT_GROWTH: Final = 4
+    """Splits of the longest context are the launch's grid, so a short one must not pay for the longest there may be."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,6 +48,14 @@ class CudaCapture:
         if rows > cls.MOST_ROWS:
             return None
         return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+
+    @classmethod
+    def context(cls, longest: int) -> int:
+        """The shortest times a power of the growth."""
+        context = cls.SHORTEST_CONTEXT
+        while context < longest:
+            context *= cls.CONTEXT_GROWTH
+        return context
 
     def __call__(self, run: Launch) -> Launch:
         """Once without capture, so that kernels are compiled and libraries have their memory; then for the graph."""
@@ -62,22 +77,27 @@ class CudaCapture:
 
 
 class NativeCapture:
-    """Recordings on the CPU, which share an arena."""
+    """Recordings on the CPU, which share an arena, of sequences with up to ``max_model_len`` tokens."""
 
     MOST_ROWS: Final = 32
     """With more, what Python takes between kernels is little beside them, and the arena grows with every row."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         self._arena = Arena()
         self._is_warm = False
 
     @classmethod
     def rows(cls, rows: int) -> int | None:
-        """Exactly as many: a recording takes no longer than a step, and a row for nobody costs time."""
+        """Exactly as many: a recording takes some milliseconds, and a row for nobody costs time in every step."""
         return rows if rows <= cls.MOST_ROWS else None
 
+    def context(self, longest: int) -> int:
+        """The longest that there may be: kernels read how long sequences are when they are called."""
+        return self._max_model_len
+
     def __call__(self, run: Launch) -> Launch:
-        """The first time once as it is, so that weights are arranged; then for the recording."""
+        """The first time once as it is, so that weights are arranged; then for the recording, without computing."""
         if not self._is_warm:
             run()
             self._is_warm = True

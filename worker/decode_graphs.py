@@ -26,10 +26,6 @@ from worker.ranks.commands import SequenceRows
 
 log = logging.getLogger(__name__)
 
-SHORTEST_CONTEXT = 1024
-CONTEXT_GROWTH = 4
-"""Splits of the longest context of a size are the launch's grid, so a short context must not pay for the longest."""
-
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
@@ -46,10 +42,7 @@ class GraphSize:
         rows = capture.rows(len(scheduled))
         if rows is None:
             return None
-        context = SHORTEST_CONTEXT
-        while context < max(one.context for one in scheduled):
-            context *= CONTEXT_GROWTH
-        return cls(rows, context)
+        return cls(rows, capture.context(max(one.context for one in scheduled)))
 
 
 def padded(scheduled: Sequence[SequenceRows], size: GraphSize, block_sizes: Sequence[int]) -> list[SequenceRows]:

@@ -238,7 +238,7 @@ class ModelRunner:
         if has_triton_kernels(self.device):
             capture = CudaCapture(self.device)
         elif has_only_compiled_kernels(self.device, dtype):
-            capture = NativeCapture()
+            capture = NativeCapture(self.max_model_len)
         else:
             return None
         return DecodeGraphs(self.model, self.device, [group.block_size for group in self.cache.groups], capture)

@@ -1,6 +1,6 @@
 """A compiled kernel for one element type. It takes its arguments as words in a row, as ``call.h`` reads them.
 
-Found once for each type and then called from any thread. While a ``Recording`` is made its calls are kept as well.
+Found once for each type and then called from any thread. While a ``Recording`` is made its calls are kept for later.
 """
 
 import ctypes
@@ -39,9 +39,10 @@ class Kernel:
         """Addresses, integers and floats."""
         words = self._words.pack(*arguments)
         recording = recording_here()
-        if recording is not None:
+        if recording is None:
+            self._function(words)
+        else:
             recording.keep(self._address, words)
-        self._function(words)
 
 
 @functools.cache

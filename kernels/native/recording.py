@@ -1,8 +1,9 @@
 """Calls of compiled kernels that are made once from Python and then again and again without it.
 
-A recording is made by computing something within it: kernels' calls are kept, and what they allocate is memory of an
-arena, which stays. Played, it makes the same calls with the same addresses, whatever is there by then. So within it
-nothing but kernels may compute: what PyTorch would do would be missing when it is played.
+A recording is made by going through a computation within it: kernels' calls are kept instead of made, and what they
+allocate is memory of an arena, which stays. Played, it makes these calls, with the same addresses, whatever is there by
+then. So within it nothing but kernels may compute: what PyTorch would do would find nothing there, and be missing when
+it is played.
 """
 
 import ctypes
@@ -71,7 +72,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._played = (_Call * 0)()
 
     def __enter__(self) -> Self:
-        """Kernels' calls of this thread are kept from now on."""
+        """Kernels' calls of this thread are kept from now on, and not made."""
         self._arena.begin()
         self._before = _here.set(self)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -87,7 +88,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._played = (_Call * len(self._calls))(*[_Call(*call) for call in self._calls])
 
     def keep(self, kernel: int, arguments: bytes) -> None:
-        """Make this call as well when it is played."""
+        """Make this call when it is played."""
         self._calls.append((kernel, arguments))
 
     def play(self) -> None:

@@ -45,6 +45,10 @@ class CudaRows:
         """As they are."""
         return CudaCapture.rows(rows)
 
+    def context(self, longest: int) -> int:
+        """As they are."""
+        return CudaCapture.context(longest)
+
     def __call__(self, run: Launch) -> Launch:
         """What PyTorch says where something cannot be captured."""
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -67,7 +71,7 @@ def test_a_size_holds_its_step_and_little_more(contexts: list[int]) -> None:
 )
 def test_other_steps_have_no_graph(scheduled: list[SequenceRows]) -> None:
     assert GraphSize.of(scheduled, CudaRows()) is None
-    assert GraphSize.of(scheduled, NativeCapture()) is None
+    assert GraphSize.of(scheduled, NativeCapture(4096)) is None
 
 
 @pytest.fixture(scope="module")
@@ -195,15 +199,16 @@ def test_recorded_steps_are_the_eager_ones(
         assert torch.equal(mine, theirs)
 
 
-def test_a_sequence_grows_out_of_its_graph(tmp_path: Path) -> None:
-    checkpoint = write_tiny("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=2048)
+def test_a_recording_serves_every_context(tmp_path: Path) -> None:
+    """Up to the last token that there may be."""
+    checkpoint = write_tiny("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=1034)
     harnesses = [ModelHarness(checkpoint, memory=8 << 20, decode_graphs=graphs) for graphs in (False, True)]
-    both = [harness.sequence([5 + index % 90 for index in range(1020)], 1040) for harness in harnesses]
+    both = [harness.sequence([5 + index % 90 for index in range(1020)], 1034) for harness in harnesses]
     for harness, sequence in zip(harnesses, both, strict=True):
         harness.step([(sequence, 1020)])
-    for _ in range(10):
+    for _ in range(14):
         expected, found = (next_logits(*one) for one in zip(harnesses, ([sequence] for sequence in both), strict=True))
         assert torch.equal(expected, found)
     graphs = harnesses[1].runner._graphs
     assert graphs is not None
-    assert [*graphs._graphs] == [GraphSize(1, 1024), GraphSize(1, 4096)]
+    assert [*graphs._graphs] == [GraphSize(1, 1034)]

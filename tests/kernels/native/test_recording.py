@@ -35,6 +35,10 @@ def test_played_it_computes_what_its_input_holds_by_then() -> None:
         steps = Steps(rows, seed=rows)
         with Recording(arena) as recording:
             recorded.append((steps, recording, steps()))
+        recorded[-1][2].fill_(7.0)
+        with Recording(arena):
+            steps()
+        assert recorded[-1][2].eq(7.0).all(), "nothing is computed before it is played"
     # They share memory, and each is played as if it were alone.
     for seed in range(4):
         for steps, recording, out in recorded:

@@ -28,6 +28,10 @@ class Again:
         """As CUDA graphs have them."""
         return CudaCapture.rows(rows)
 
+    def context(self, longest: int) -> int:
+        """As they are."""
+        return CudaCapture.context(longest)
+
     def __call__(self, run: Launch) -> Launch:
         """The same."""
         self.captured.append(run)
