@@ -59,7 +59,8 @@ INJECTED_PART = 0.8
 PORT = 18_400
 START_SECONDS = 420.0
 KV_BYTES = 2 << 30
-LOAD_PARAMETERS = {"ignore_eos": True}
+LOAD_PARAMETERS = {"ignore_eos": True, "return_token_ids": True}
+"""With its ids every token is a chunk, also one that ends no character: else its time would be the next one's."""
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
