@@ -10,8 +10,9 @@ one is alive at a time and a slow hour is everybody's. ``DIR`` is a checkpoint w
 ``VENV`` is a virtual environment with vLLM's build for CPUs, which this project does not install; without it only this
 server is measured. *colocated* has every core; *disaggregated* is a prefill and a decode replica with one core each;
 *one core* is a whole engine on the last core. The load generator runs beside them, as a client on the same machine
-does. With ``--nixl`` vLLM's prefill and decode servers with NIXL between them are there as well, as shipped and with
-every thread on its server's own core: see ``benchmarks/nixl_pair.py``, also for what ``DIR`` is.
+does, but at a real-time priority where it may have one: else it waits for busy cores, up to seconds under W3, and
+what it times is itself. With ``--nixl`` vLLM's prefill and decode servers with NIXL between them are there as well, as
+shipped and with every thread on its server's own core: see ``benchmarks/nixl_pair.py``, also for what ``DIR`` is.
 
 W1 is one client, 128 tokens in and 128 out. W2 eight clients, 256 in, 128 out, 32 requests. W4 one client, 2,000 in,
 one out, three times. W3b four clients, each with two requests of 64 in and 256 out; W3 the same while prompts of 1,500
@@ -297,6 +298,21 @@ def table(measured: Mapping[str, Sequence[Figures]]) -> str:
     return "\n".join(lines)
 
 
+@contextmanager
+def on_time() -> Iterator[None]:
+    """Run this process, but no child of it, before all others meanwhile, or say that it may be late."""
+    # Who may not have a priority may not undo that children are without it.
+    policy, priority = os.sched_getscheduler(0) | os.SCHED_RESET_ON_FORK, os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    except PermissionError as error:
+        print(f"the load generator may be late, because it gets no real-time priority: {error}", file=sys.stderr)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, priority)
+
+
 def main() -> None:
     """Run and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -311,13 +327,15 @@ def main() -> None:
     parser.add_argument("--systems", help="names, with commas between; all by default")
     arguments = parser.parse_args()
     if arguments.url is not None:
-        measured = measure_running(arguments.url.rstrip("/"), arguments.rounds, arguments.injection)
+        with on_time():
+            measured = measure_running(arguments.url.rstrip("/"), arguments.rounds, arguments.injection)
     else:
         known = {one.name: one for one in systems(arguments.model, arguments.compare, arguments.nixl, arguments.dtype)}
         names = arguments.systems.split(",") if arguments.systems else list(known)
         if unknown := [name for name in names if name not in known]:
             parser.error(f"--systems {unknown[0]}: there are {', '.join(known)}")
-        measured = measure_started([known[name] for name in names], arguments.rounds, arguments.injection)
+        with on_time():
+            measured = measure_started([known[name] for name in names], arguments.rounds, arguments.injection)
     print(table(measured))
     command = shlex.join(["python", "-m", "benchmarks.serving", *sys.argv[1:]])
     environment = Environment.here(command, arguments.model or next(iter(measured)))
